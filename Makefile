@@ -1,0 +1,48 @@
+# Two commands matter: `make demo` and `make test`. Each sets everything up on a machine with Python 3.11 and make.
+
+PYTHON ?= python3
+BIN := .venv/bin
+# The stamp is newer than what it was made from, so set-up runs once and again only when dependencies change.
+READY := .venv/.ready
+
+.PHONY: help demo test slow check bench docs clean
+
+help:
+	@echo "make demo    prepare the embedded corpus and show what came out"
+	@echo "make test    all checks and tests"
+	@echo "make check   lint, format, types, import directions"
+	@echo "make slow    the long tests (they read ../shared where it exists)"
+	@echo "make bench   benchmarks, as ratios"
+	@echo "make docs    build the documentation into site/"
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "calm needs Python 3.11 or newer; set PYTHON=..." >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing into .venv (a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/calm prepare embedded --tokenizer bpe:4096 --validation-share 0.05 --test-share 0.05 --output demo/data --resume
+
+test: check
+	$(BIN)/pytest -n 2
+
+slow: $(READY)
+	$(BIN)/pytest -m slow
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/pytest tests/test_imports.py
+
+bench: $(READY)
+	$(BIN)/python benchmarks/preparation.py
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+clean:
+	rm -rf .venv site demo

@@ -1,0 +1,39 @@
+"""Continuous Autoregressive Language Models: predict one vector for every K tokens.
+
+`import calm` makes the Auto classes of transformers know our models, without importing torch or transformers itself:
+the command line's help and the workers of `calm prepare` stay light.
+"""
+
+import importlib
+from typing import Any
+
+from calm import _auto
+
+__version__ = "0.1.0.dev0"
+
+_NAMES = {
+    "ChunkAutoencoder": "calm.models.autoencoder",
+    "ChunkAutoencoderConfig": "calm.models.configuration",
+    "Posterior": "calm.models.posterior",
+    "PreparedData": "calm.data.shards",
+    "prepare": "calm.data.prepare",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when they are first used."""
+    if name not in _NAMES:
+        raise AttributeError(f"module 'calm' has no attribute {name!r}")
+    return getattr(importlib.import_module(_NAMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(["__version__", *_NAMES])
+
+
+_auto.register_when_imported(
+    {
+        "transformers.models.auto.configuration_auto": "calm.models.configuration",
+        "transformers.models.auto.modeling_auto": "calm.models.autoencoder",
+    }
+)
