@@ -1,0 +1,1 @@
+"""Text → documents → tokens → shards → batches. Nothing in here imports torch."""

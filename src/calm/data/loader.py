@@ -1,0 +1,132 @@
+"""Shards → batches. The batch of step s is a function of (seed, s) alone, so the state of a loader is one integer,
+and any number of ranks reads the same global batch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from calm.data.chunks import ChunkedStream
+from calm.errors import DataError
+
+ROUND = 1000  # rows in which the weights of a mixture are kept exactly
+
+
+class Batch(NamedTuple):
+    tokens: np.ndarray  # (B, T) int64
+    mask: np.ndarray  # (B, T) bool: false for fill
+    rows: np.ndarray  # (B,) int64: the number of each row since the beginning of training; seeds its randomness
+
+
+def mix(*values: int | np.ndarray) -> np.ndarray:
+    """A 64-bit hash of some integers (splitmix64, once for each): the same on every machine and in every version."""
+    state = np.zeros((), dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for value in values:
+            state = (state ^ np.asarray(value).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            state = state ^ (state >> np.uint64(31))
+    return state
+
+
+def permute(index: np.ndarray, size: int, *key: int | np.ndarray) -> np.ndarray:
+    """Where a seeded permutation of range(size) sends `index`, without holding the permutation.
+
+    A Feistel network permutes the next power of four; walking on from results beyond `size` restricts it.
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    low = (np.uint64(1) << half) - np.uint64(1)
+
+    def network(value: np.ndarray, *key: int | np.ndarray) -> np.ndarray:
+        left, right = value >> half, value & low
+        for number in range(6):
+            left, right = right, left ^ (mix(*key, number, right) & low)
+        return (left << half) | right
+
+    result, *keys = np.broadcast_arrays(np.asarray(index, dtype=np.uint64), *key)
+    result = network(result, *keys)
+    while (outside := result >= size).any():
+        result[outside] = network(result[outside], *(k[outside] for k in keys))
+    return result.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Batches of one split, or of several mixed by weight."""
+
+    streams: list[ChunkedStream]
+    weights: list[float]
+    batch_size: int  # rows of the global batch
+    seed: int = 0
+    front_fill: float = 1.0  # the share of rows that begin with 0 to K-1 fill ids
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if len({(s.chunk_size, s.sequence_length) for s in self.streams}) != 1:
+            raise DataError("the sets of a mixture must have one chunk_size and one sequence_length")
+        if any(len(stream) == 0 for stream in self.streams):
+            raise DataError("a set of the mixture has no tokens in this split")
+        if len(self.weights) != len(self.streams) or min(self._quotas()) < 1:
+            raise DataError(f"every set needs a weight of at least a thousandth of their sum, not {self.weights}")
+        if self.batch_size < 1 or self.batch_size % self.world_size:
+            raise DataError(
+                f"batch_size must be a positive multiple of the number of processes, "
+                f"but {self.batch_size} is none of {self.world_size}"
+            )
+
+    def _quotas(self) -> np.ndarray:
+        """How many of ROUND rows each set gives; largest remainders get what rounding leaves."""
+        exact = np.asarray(self.weights, dtype=float) / np.sum(self.weights) * ROUND
+        quotas = np.floor(exact).astype(np.int64)
+        short = ROUND - quotas.sum()
+        quotas[np.argsort(quotas - exact, kind="stable")[:short]] += 1
+        return quotas
+
+    def batch(self, step: int) -> Batch:
+        """This rank's part of the global batch of a step."""
+        share = self.batch_size // self.world_size
+        rows = step * self.batch_size + self.rank * share + np.arange(share)
+        sets, places = self._places(rows)
+        fills = self._fills(rows)
+        made = [self._row(s, p, f) for s, p, f in zip(sets, places, fills, strict=True)]
+        return Batch(np.stack([row.tokens for row in made]), np.stack([row.mask for row in made]), rows)
+
+    def batches(self, step: int = 0) -> Iterator[Batch]:
+        """All batches from a step on, without end: the data is repeated in another order."""
+        while True:
+            yield self.batch(step)
+            step += 1
+
+    def _places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each row: which set it comes from, and how many rows that set gave before."""
+        if len(self.streams) == 1:
+            return np.zeros_like(rows), rows
+        quotas = self._quotas()
+        ends = np.cumsum(quotas)
+        slots = permute(rows % ROUND, ROUND, self.seed, 1, rows // ROUND)
+        sets = np.searchsorted(ends, slots, side="right")
+        return sets, rows // ROUND * quotas[sets] + slots - (ends - quotas)[sets]
+
+    def _fills(self, rows: np.ndarray) -> np.ndarray:
+        chosen = mix(self.seed, 2, rows) / 2.0**64 < self.front_fill
+        return np.where(chosen, mix(self.seed, 3, rows) % np.uint64(self.streams[0].chunk_size), 0)
+
+    def _row(self, which: int, place: int, fill: int):
+        stream = self.streams[which]
+        epoch, index = divmod(int(place), len(stream))
+        index = permute(np.array([index]), len(stream), self.seed, 0, int(which), epoch)[0]
+        return stream.row(int(index), int(fill))
+
+
+def evaluation_batches(stream: ChunkedStream, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+    """Every row of a split once, in order, without front fill; ranks take turns."""
+    if len(stream) == 0:
+        raise DataError("this split has no tokens; prepare the data with a larger share for it")
+    mine = np.arange(rank, len(stream), world_size)
+    for rows in np.split(mine, range(batch_size, len(mine), batch_size)) if len(mine) else []:
+        made = [stream.row(int(row)) for row in rows]
+        yield Batch(np.stack([row.tokens for row in made]), np.stack([row.mask for row in made]), rows)

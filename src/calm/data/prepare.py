@@ -1,0 +1,230 @@
+"""`calm prepare`: sources → tokenizer → shards, over many processes, continued after any interruption.
+
+One process reads blocks and writes shards, in order; workers parse and tokenize. Every few seconds the shards are
+synced and `progress.json` says how far they are good. Whatever happens, continuing from it ends in the same bytes.
+"""
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from calm.data.corpus import SPLITS, BadDocument, Source, documents, open_sources, split_of
+from calm.data.readers import Block, DamagedSource
+from calm.data.shards import MANIFEST, VERSION, ShardWriter
+from calm.data.tokenizer import Tokenizer, load_tokenizer, round_trips, train_bpe
+from calm.data.workers import Options, encode, map_in_order
+from calm.data.workspace import PROGRESS, begin, claimed, clear, finished
+from calm.errors import DataError
+from calm.files import write_json
+
+SECONDS_BETWEEN_RECORDS = 2.0
+TOKENIZER_SAMPLE = 2**26  # bytes of training text that a BPE is trained on
+REASONS_SHOWN = 10
+
+
+@dataclass
+class Counts:
+    """How far a preparation is."""
+
+    source: int = 0  # sources done
+    block: int = 0  # blocks done of the source under way
+    documents: int = 0
+    tokens: int = 0
+    bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a progress bar needs."""
+
+    stage: str
+    counts: Counts
+    bytes_read: int
+    bytes_total: int | None
+
+
+def prepare(
+    sources: list[str],
+    output: Path | str,
+    options: Options,
+    *,
+    workers: int | None = None,
+    on_bad_document: Literal["fail", "skip"] = "fail",
+    resume: bool = False,
+    overwrite: bool = False,
+    report: Callable[[Report], None] = lambda _: None,
+    warn: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Prepare `sources` in the directory `output`; returns its manifest."""
+    output = Path(output)
+    workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    if workers < 1:
+        raise DataError(f"workers must be at least 1, not {workers}")
+    opened = open_sources(sources, options.text_field, options.document_size)
+    job = {
+        "sources": [[source.name, source.size, source.modified] for source in opened],
+        "options": vars(options),
+    }
+    with claimed(output):
+        if manifest := finished(output, job, resume, overwrite):
+            return manifest
+        progress = begin(output, job, overwrite)
+        preparation = _Preparation(output, opened, options, workers, on_bad_document, report, warn)
+        try:
+            return preparation.run(progress)
+        except DataError:
+            if not preparation.progress["writers"]:  # nothing is worth continuing
+                clear(output)
+            raise
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise DataError(
+                f"no space left for {output}; what was finished is kept: make room and run again with --resume"
+            ) from error
+
+
+class _Preparation:
+    """One run of the pipeline."""
+
+    def __init__(self, output: Path, sources: list[Source], options: Options, workers, on_bad_document, report, warn):
+        self.output, self.sources, self.options, self.workers = output, sources, options, workers
+        self.on_bad_document, self.report, self.warn = on_bad_document, report, warn
+        sizes = [source.size for source in sources]
+        self.bytes_total = sum(size for size in sizes if size) if all(size is not None for size in sizes) else None
+
+    def run(self, progress: dict[str, Any]) -> dict[str, Any]:
+        self.progress = progress
+        self.counts = Counts(**progress["counts"])
+        tokenizer = self._tokenizer()
+        dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+        self.writers = {s: ShardWriter(self.output, s, dtype, self.options.shard_tokens) for s in SPLITS}
+        for split, state in progress["writers"].items():
+            self.writers[split].restore(state)
+        try:
+            self._tokenize()
+        except BaseException:
+            nothing = {"done": [], "open": None}
+            for split, writer in self.writers.items():
+                writer.rewind(self.progress["writers"].get(split, nothing))
+            raise
+        if self.counts.documents == 0:
+            names = ", ".join(source.name for source in self.sources[:3])
+            raise DataError(f"no documents in {names}: nothing to prepare")
+        return self._finish(tokenizer, dtype)
+
+    def _tokenizer(self) -> Tokenizer:
+        directory = self.output / "tokenizer"
+        if (directory / "tokenizer_config.json").exists():  # written last
+            return load_tokenizer(str(directory))
+        kind, _, size = self.options.tokenizer.partition(":")
+        if kind == "bpe":
+            if not size.isdecimal():
+                raise DataError(f"tokenizer {self.options.tokenizer!r} should read bpe:SIZE, as in bpe:4096")
+            tokenizer = train_bpe(self._training_text(), int(size))
+            if tokenizer.vocab_size < int(size):
+                self.warn(f"the text supports only {tokenizer.vocab_size:,} of {int(size):,} tokenizer entries")
+        else:
+            tokenizer = load_tokenizer(self.options.tokenizer)
+            if not round_trips(tokenizer):
+                self.warn(f"the tokenizer {self.options.tokenizer} does not give back the exact text that it is given")
+        tokenizer.save(directory)
+        return tokenizer
+
+    def _training_text(self) -> Iterator[str]:
+        """The first megabytes of the training documents, the sources taking turns."""
+        readers = [source.blocks() for source in self.sources]
+        size = 0
+        while readers and size < TOKENIZER_SAMPLE:
+            for reader in list(readers):
+                try:
+                    block = next(reader, None)
+                except DamagedSource:  # told, or skipped, when its turn comes
+                    block = None
+                if block is None:
+                    readers.remove(reader)
+                    continue
+                for text in documents(block, self.options.text_field):
+                    if isinstance(text, str) and self._split_of(text) == "train":
+                        size += len(text)
+                        yield text
+                self.report(Report("training the tokenizer", self.counts, size, None))
+
+    def _split_of(self, text: str) -> str:
+        return split_of(text, self.options.validation_share, self.options.test_share)
+
+    def _tokenize(self) -> None:
+        recorded = time.monotonic()
+        read_before = sum(source.size or 0 for source in self.sources[: self.counts.source])
+        for (source, number, block), encoded in map_in_order(
+            encode, self._blocks(), self.workers, (str(self.output / "tokenizer"), self.options)
+        ):
+            for reason in encoded.bad:
+                self._bad(reason)
+            for split, (tokens, lengths, size) in encoded.splits.items():
+                self.writers[split].append(tokens, lengths)
+                self.counts.documents += len(lengths)
+                self.counts.tokens += len(tokens)
+                self.counts.bytes[split] += size
+            if source != self.counts.source:
+                read_before = sum(before.size or 0 for before in self.sources[:source])
+            self.counts.source, self.counts.block = source, number + 1
+            if time.monotonic() - recorded > SECONDS_BETWEEN_RECORDS:
+                self._record()
+                recorded = time.monotonic()
+            bytes_read = read_before + (block.bytes_read if isinstance(block, Block) else 0)
+            self.report(Report("tokenizing", self.counts, bytes_read, self.bytes_total))
+
+    def _bad(self, reason: str) -> None:
+        if self.on_bad_document == "fail":
+            raise DataError(f"{reason}; --on-bad-document skip leaves such documents out")
+        self.counts.skipped += 1
+        if self.counts.skipped <= REASONS_SHOWN:
+            self.warn(f"skipped {reason}")
+
+    def _blocks(self) -> Iterator[tuple[int, int, Block | BadDocument]]:
+        """All blocks that are not done yet, each with its place; a damaged source ends in a bad document."""
+        for number, source in enumerate(self.sources):
+            if number < self.counts.source:
+                continue
+            done = self.counts.block if number == self.counts.source else 0
+            index = -1
+            try:
+                for index, block in enumerate(source.blocks()):
+                    if index >= done:
+                        yield number, index, block
+            except DamagedSource as error:
+                yield number, index + 1, BadDocument(str(error))
+
+    def _record(self) -> None:
+        for writer in self.writers.values():
+            writer.sync()
+        writers = {split: writer.state() for split, writer in self.writers.items()}
+        progress = {**self.progress, "counts": vars(self.counts), "writers": writers}
+        write_json(self.output / PROGRESS, progress)
+        self.progress = progress
+
+    def _finish(self, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
+        splits = {}
+        for split, writer in self.writers.items():
+            shards = [vars(shard) for shard in writer.finish()]
+            totals = {total: sum(shard[total] for shard in shards) for total in ("documents", "tokens")}
+            splits[split] = {**totals, "bytes": self.counts.bytes[split], "shards": shards}
+        manifest = {
+            "version": VERSION,
+            "dtype": dtype,
+            "vocab_size": tokenizer.vocab_size,
+            "tokenizer_sha256": tokenizer.sha256,
+            "sources": [[source.name, source.size] for source in self.sources],
+            "options": vars(self.options),
+            "skipped_documents": self.counts.skipped,
+            "splits": splits,
+        }
+        write_json(self.output / MANIFEST, manifest)
+        (self.output / PROGRESS).unlink()
+        return manifest

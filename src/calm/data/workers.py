@@ -1,0 +1,117 @@
+"""What the worker processes of a preparation do: blocks → documents → tokens. They never import torch."""
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context, parent_process
+from typing import Any
+
+import numpy as np
+
+from calm.data.chunks import close_document
+from calm.data.corpus import BadDocument, documents, split_of
+from calm.data.readers import Block
+from calm.data.tokenizer import Tokenizer, load_tokenizer, one_thread
+from calm.errors import DataError
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides the bytes of a prepared directory, beside the sources and the code."""
+
+    tokenizer: str  # bpe:SIZE, a tokenizer directory or hub name, or a tiktoken file
+    text_field: str = "text"
+    validation_share: float = 0.01
+    test_share: float = 0.0
+    document_size: int = 32_768  # bytes at which plain text is cut into documents
+    shard_tokens: int = 2**26
+
+    def __post_init__(self) -> None:
+        if not (self.validation_share >= 0 and self.test_share >= 0 and self.validation_share + self.test_share < 1):
+            raise DataError(
+                "validation and test shares must not be negative and must leave something to train on, but they are "
+                f"{self.validation_share} and {self.test_share}"
+            )
+        for name in ("document_size", "shard_tokens"):
+            if getattr(self, name) < 1:
+                raise DataError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass
+class Encoded:
+    """A block, tokenized: ids and document lengths of each split."""
+
+    splits: dict[str, tuple[np.ndarray, np.ndarray, int]]
+    bad: list[str]
+
+
+_worker: tuple[Tokenizer, Options]
+
+
+def _start_worker(directory: str, options: Options) -> None:
+    global _worker
+    _worker = load_tokenizer(directory), options
+
+
+def _start_process(directory: str, options: Options) -> None:
+    """A worker leaves Ctrl-C to its parent, and ends when the parent does, even when that was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _start_worker(directory, options)
+
+
+def encode(block: Block | BadDocument) -> Encoded:
+    """What a worker does with a block."""
+    tokenizer, options = _worker
+    if isinstance(block, BadDocument):
+        return Encoded({}, [block.reason])
+    texts: dict[str, list[str]] = {}
+    bad: list[str] = []
+    for text in documents(block, options.text_field):
+        if isinstance(text, BadDocument):
+            bad.append(text.reason)
+        else:
+            texts.setdefault(split_of(text, options.validation_share, options.test_share), []).append(text)
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    splits = {}
+    for split, members in texts.items():
+        ids = [close_document(ids, tokenizer.end_id) for ids in tokenizer.encode_documents(members)]
+        lengths = np.array([len(document) for document in ids], dtype=np.uint32)
+        tokens = np.concatenate([np.array(document, dtype=dtype) for document in ids])
+        splits[split] = tokens, lengths, sum(len(text.encode("utf-8")) for text in members)
+    return Encoded(splits, bad)
+
+
+def map_in_order(function, items, workers: int, arguments: tuple) -> Iterator[tuple[Any, Encoded]]:
+    """Map over blocks with processes, a bounded number under way, results in order."""
+    if workers == 1:
+        _start_worker(*arguments)
+        with one_thread():
+            for item in items:
+                yield item, function(item[2])
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_process, arguments)
+    try:
+        pending: deque = deque()
+        for item in items:
+            pending.append((item, pool.submit(function, item[2])))
+            if len(pending) > 2 * workers:
+                done, future = pending.popleft()
+                yield done, future.result()
+        while pending:
+            done, future = pending.popleft()
+            yield done, future.result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a worker was ended from outside, perhaps for want of memory; run again with --resume and fewer --workers"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

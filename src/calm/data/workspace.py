@@ -1,0 +1,92 @@
+"""The directory of a preparation: claimed by one process, begun, continued or cleared, never mixed up with others."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from calm.data.corpus import SPLITS
+from calm.data.shards import MANIFEST, read_manifest
+from calm.errors import DataError
+from calm.files import TEMPORARY, write_json
+
+PROGRESS = "progress.json"
+
+
+@contextmanager
+def claimed(output: Path) -> Iterator[None]:
+    """One preparation at a time in a directory; the lock ends with the process, however it ends."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(output, os.O_RDONLY)
+    except (FileExistsError, NotADirectoryError):
+        raise DataError(f"{output} is a file, not a directory") from None
+    except OSError as error:
+        raise DataError(f"cannot write to {output}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise DataError(f"another calm prepare is writing to {output}") from None
+    finally:
+        os.close(descriptor)
+
+
+def finished(output: Path, job: dict[str, Any], resume: bool, overwrite: bool) -> dict[str, Any] | None:
+    """The manifest, if this very job is done already; an error, if the directory holds anything else."""
+    found = sorted(path.name for path in output.iterdir())
+    if not found or (overwrite and is_ours(output)):
+        return None
+    if not is_ours(output):
+        raise DataError(f"{output} holds files that calm prepare did not make ({', '.join(found[:3])}); name another")
+    if not resume:
+        state = "a finished" if MANIFEST in found else "an unfinished"
+        raise DataError(
+            f"{output} holds {state} preparation; continue it with --resume, or replace it with --overwrite"
+        )
+    if MANIFEST not in found:
+        return None
+    manifest = read_manifest(output)
+    sizes = [[name, size] for name, size, _ in job["sources"]]
+    if manifest["options"] != job["options"] or manifest["sources"] != sizes:
+        raise DataError(f"{output} was prepared from other sources or options; replace it with --overwrite")
+    return manifest
+
+
+def is_ours(output: Path) -> bool:
+    return (output / MANIFEST).exists() or (output / PROGRESS).exists()
+
+
+def begin(output: Path, job: dict[str, Any], overwrite: bool) -> dict[str, Any]:
+    """Where to go on: the record of an interrupted run of this job, or the beginning."""
+    if overwrite:
+        clear(output)
+        output.mkdir(exist_ok=True)
+    path = output / PROGRESS
+    for left in output.rglob(f"*{TEMPORARY}"):
+        left.unlink()
+    if not path.exists():
+        progress = {"job": job, "counts": {}, "writers": {}}
+        write_json(path, progress)
+        return progress
+    progress = json.loads(path.read_bytes())
+    if progress["job"] != job:
+        raise DataError(
+            f"{output} holds an unfinished preparation of other sources or options, or a source has changed since; "
+            "begin anew with --overwrite"
+        )
+    return progress
+
+
+def clear(output: Path) -> None:
+    """Remove what a preparation made, and nothing else; the manifest first, so that a half is never taken for whole."""
+    ours = [MANIFEST, PROGRESS, "tokenizer/tokenizer_config.json", "tokenizer/tokenizer.json"]
+    shards = [path for split in SPLITS for kind in ("tokens", "lengths") for path in output.glob(f"{split}-*.{kind}")]
+    for path in [*(output / name for name in ours), *shards]:
+        path.unlink(missing_ok=True)
+    for directory in (output / "tokenizer", output):
+        with suppress(OSError):  # not empty, or not there
+            directory.rmdir()

@@ -1,0 +1,73 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from calm.data.prepare import prepare
+from calm.data.workers import Options
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network, and none should wait for one
+settings.register_profile("calm", deadline=None, max_examples=50, derandomize=True)
+settings.load_profile("calm")
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture
+def shared() -> Path:
+    if not SHARED.exists():
+        pytest.skip("../shared is not here")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    """Forty documents of different lengths, some with letters beyond ASCII."""
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "lazy",
+        "dogs",
+        "—",
+        "naïve",
+        "café",
+        "漢字",
+        "🙂",
+        "and",
+        "again",
+    ]
+    return [" ".join(words[(i * 7 + j * 3) % len(words)] for j in range(5 + i * 11 % 90)) for i in range(40)]
+
+
+@pytest.fixture(scope="session")
+def jsonl(texts, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "meta": {"n": 1}}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture(scope="session")
+def prepared(jsonl, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("prepared") / "data"
+    options = Options("bpe:400", validation_share=0.2, test_share=0.1, shard_tokens=300)
+    prepare([str(jsonl)], output, options, workers=1)
+    return output
+
+
+@pytest.fixture
+def calm():
+    """Run the command line as a user does."""
+
+    def run(*arguments: object, **kwargs) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "calm", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, **kwargs)
+
+    return run

@@ -1,0 +1,360 @@
+"""Preparation: the same bytes whatever happens, and nothing lost whatever is given."""
+
+import errno
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from calm.data import prepare as module
+from calm.data.prepare import prepare
+from calm.data.shards import MANIFEST, PreparedData, ShardWriter
+from calm.data.workers import Options
+from calm.data.workspace import PROGRESS
+from calm.errors import DataError
+from calm.files import sha256_of
+
+OPTIONS = Options("bpe:400", validation_share=0.2, test_share=0.1, shard_tokens=300)
+
+
+def contents(directory) -> dict[str, str]:
+    return {str(p.relative_to(directory)): sha256_of(p) for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def decoded(data: PreparedData, split: str) -> list[str]:
+    stream = data.split(split)
+    ranges = [stream.document_range(i) for i in range(len(stream.document_lengths))]
+    for _, last in ranges:
+        assert stream[last - 1 : last].tolist() == [data.tokenizer.end_id]
+    return [data.tokenizer.decode(stream[first:last].tolist()) for first, last in ranges]
+
+
+def test_every_document_is_there_once_and_unchanged(prepared, texts):
+    data = PreparedData(prepared)
+    found = {split: decoded(data, split) for split in ("train", "validation", "test")}
+    assert sorted(sum(found.values(), [])) == sorted(texts)
+    assert found["train"] == [text for text in texts if text in found["train"]]  # in order
+    assert all(found.values())
+    assert data.manifest["splits"]["train"]["bytes"] == sum(len(t.encode()) for t in found["train"])
+    assert len(data.manifest["splits"]["train"]["shards"]) > 1
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 65535), min_size=1, max_size=9), max_size=30),
+    st.integers(1, 20),
+    st.data(),
+)
+def test_shards_read_back_equal(tmp_path_factory, documents, shard_tokens, data):
+    directory = tmp_path_factory.mktemp("shards")
+    writer = ShardWriter(directory, "train", "uint16", shard_tokens)
+    rest = list(documents)
+    while rest:
+        count = data.draw(st.integers(1, len(rest)))
+        batch, rest = rest[:count], rest[count:]
+        writer.append(np.array(sum(batch, []), np.uint16), np.array([len(d) for d in batch]))
+        if data.draw(st.booleans()):  # a crash: what is behind the recorded state is cut off
+            writer.sync()
+            state = writer.state()
+            writer.append(np.array([7, 7, 7], np.uint16), np.array([1, 2]))
+            writer.sync()
+            writer = ShardWriter(directory, "train", "uint16", shard_tokens)
+            writer.restore(json.loads(json.dumps(state)))
+    shards = writer.finish()
+    tokens = [np.fromfile(s.files(directory)[0], np.uint16).tolist() for s in shards]
+    lengths = [np.fromfile(s.files(directory)[1], np.uint32).tolist() for s in shards]
+    assert sum(tokens, []) == sum(documents, [])
+    assert sum(lengths, []) == [len(d) for d in documents]
+    for shard, ids, sizes in zip(shards, tokens, lengths, strict=True):
+        assert sum(sizes) == len(ids) == shard.tokens
+        assert sum(sizes[:-1]) < shard_tokens
+        assert shard.tokens_sha256 == sha256_of(shard.files(directory)[0])
+        assert shard.lengths_sha256 == sha256_of(shard.files(directory)[1])
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Several megabytes, so that there are several blocks."""
+    path = tmp_path_factory.mktemp("big") / "big.jsonl.gz"
+    rng = np.random.default_rng(0)
+    words = ["".join(chr(97 + c) for c in rng.integers(0, 26, rng.integers(2, 9))) for _ in range(3000)]
+    with gzip.open(path, "wt", compresslevel=1) as file:
+        for _ in range(2500):
+            text = " ".join(words[i] for i in rng.zipf(1.3, 400) % 3000)
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(corpus, tmp_path_factory):
+    output = tmp_path_factory.mktemp("reference") / "data"
+    prepare([str(corpus)], output, OPTIONS_BIG, workers=1)
+    return contents(output)
+
+
+OPTIONS_BIG = Options("bpe:1000", validation_share=0.05, shard_tokens=200_000)
+
+
+def start(corpus, output, *more):
+    command = [
+        sys.executable,
+        "-m",
+        "calm",
+        "prepare",
+        str(corpus),
+        "--tokenizer",
+        "bpe:1000",
+        "--output",
+        str(output),
+    ]
+    command += ["--validation-share", "0.05", "--shard-tokens", "200000", *more]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_number_of_workers_changes_nothing(corpus, reference, tmp_path):
+    for workers in ("2", "3"):
+        assert start(corpus, tmp_path / workers, "--workers", workers).wait() == 0
+        assert contents(tmp_path / workers) == reference
+
+
+def test_killed_again_and_again_it_ends_in_the_same_bytes(corpus, reference, tmp_path, monkeypatch):
+    output = tmp_path / "data"
+    rng = np.random.default_rng(1)
+    code = (
+        "import calm.data.prepare as p; p.SECONDS_BETWEEN_RECORDS = 0.0;"
+        "from calm.cli import main; main()"  # a record after every block: the most places to be killed at
+    )
+    killed = 0
+    for _ in range(6):
+        process = start(corpus, output, "--resume", "--workers", "2")
+        process.kill()
+        process.wait()
+        command = [sys.executable, "-c", code, *process.args[3:], "--resume", "--workers", "1"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(rng.uniform(0.5, 3.0))
+        killed += process.poll() is None
+        process.kill()
+        process.wait()
+    assert killed >= 2, "the runs ended too early to be killed"
+    final = start(corpus, output, "--resume", "--workers", "2")
+    assert final.wait() == 0, final.stderr.read()
+    assert contents(output) == reference
+
+
+def test_ctrl_c_is_one_line_and_leaves_no_worker(corpus, tmp_path):
+    process = start(corpus, tmp_path / "data", "--workers", "2")
+    time.sleep(2.5)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    if process.returncode == 0:
+        pytest.skip("the machine was faster than the signal")
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert said.strip().splitlines()[-1].startswith("calm: interrupted")
+
+
+def test_two_at_once(corpus, tmp_path):
+    first = start(corpus, tmp_path / "data")
+    time.sleep(1.5)
+    second = start(corpus, tmp_path / "data", "--resume")
+    _, said = second.communicate()
+    assert second.returncode == 2
+    assert "another calm prepare is writing" in said
+    assert first.wait() == 0
+
+
+def test_directories_of_other_runs_are_refused(jsonl, prepared, tmp_path):
+    with pytest.raises(DataError, match="finished preparation; continue it with --resume, or replace it"):
+        prepare([str(jsonl)], prepared, OPTIONS)
+    assert prepare([str(jsonl)], prepared, OPTIONS, resume=True)["splits"]  # done already
+    with pytest.raises(DataError, match="other sources or options"):
+        prepare([str(jsonl)], prepared, Options("bpe:500"), resume=True)
+    foreign = tmp_path / "thesis"
+    foreign.mkdir()
+    (foreign / "chapter.tex").write_text("years of work")
+    for flags in ({}, {"resume": True}, {"overwrite": True}):
+        with pytest.raises(DataError, match=r"did not make \(chapter.tex\)"):
+            prepare([str(jsonl)], foreign, OPTIONS, **flags)
+    assert (foreign / "chapter.tex").read_text() == "years of work"
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DataError, match="is a file, not a directory"):
+        prepare([str(jsonl)], tmp_path / "file", OPTIONS)
+
+
+def test_overwrite_replaces_only_its_own(jsonl, tmp_path):
+    prepare([str(jsonl)], tmp_path / "data", OPTIONS, workers=1)
+    (tmp_path / "data" / "notes.md").write_text("mine")
+    prepare([str(jsonl)], tmp_path / "data", Options("bpe:300"), workers=1, overwrite=True)
+    assert (tmp_path / "data" / "notes.md").read_text() == "mine"
+    assert PreparedData(tmp_path / "data").manifest["vocab_size"] == 300
+
+
+def test_bad_documents_fail_or_are_skipped(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "good words here"}\n{"txt": 1}\n{"text": "more good words"}\n')
+    with pytest.raises(DataError, match="line 2: no field 'text'.*--on-bad-document skip leaves"):
+        prepare([str(path)], tmp_path / "data", Options("bpe:260"), workers=1)
+    assert not (tmp_path / "data").exists()  # nothing was worth keeping
+    said = []
+    manifest = prepare(
+        [str(path)],
+        tmp_path / "data",
+        Options("bpe:260"),
+        workers=1,
+        on_bad_document="skip",
+        warn=said.append,
+    )
+    assert manifest["skipped_documents"] == 1
+    assert manifest["splits"]["train"]["documents"] == 2
+    assert "line 2" in said[0]
+
+
+def test_truncated_gzip_fails_or_gives_what_it_has(corpus, tmp_path):
+    path = tmp_path / "cut.jsonl.gz"
+    path.write_bytes(corpus.read_bytes()[:1_500_000])
+    with pytest.raises(DataError, match=r"cut.jsonl.gz ends too early or is damaged after .* unpacked bytes"):
+        prepare([str(path)], tmp_path / "data", OPTIONS_BIG, workers=1)
+    manifest = prepare([str(path)], tmp_path / "data", OPTIONS_BIG, workers=1, on_bad_document="skip", resume=True)
+    assert manifest["skipped_documents"] == 1
+    assert manifest["splits"]["train"]["documents"] > 500
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n'])
+def test_nothing_to_prepare(tmp_path, content):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(DataError, match="no documents in"):
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "data", Options("bpe:260"), workers=1)
+    assert not (tmp_path / "data").exists()
+
+
+def test_changed_source_is_not_continued(corpus, tmp_path):
+    source = tmp_path / "a.jsonl.gz"
+    source.write_bytes(corpus.read_bytes())
+    output = tmp_path / "data"
+    process = start(source, output, "--workers", "1")
+    while process.poll() is None and not (output / "tokenizer").exists():
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    os.utime(source, (1, 1))
+    if (output / MANIFEST).exists():
+        pytest.skip("the machine was faster than the signal")
+    with pytest.raises(DataError, match="a source has changed since"):
+        prepare([str(source)], output, OPTIONS_BIG, resume=True)
+
+
+def test_full_disk_keeps_what_is_finished(corpus, reference, tmp_path, monkeypatch):
+    """The disk is full after some megabytes; once there is room, the preparation continues to the same bytes."""
+    written = 0
+    real = ShardWriter._write
+
+    def full(self, tokens, lengths):
+        nonlocal written
+        written += len(tokens)
+        if written > 400_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, tokens, lengths)
+
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_RECORDS", 0.0)
+    monkeypatch.setattr(ShardWriter, "_write", full)
+    with pytest.raises(DataError, match=r"no space left for .*make room and run again with --resume"):
+        prepare([str(corpus)], tmp_path / "data", OPTIONS_BIG, workers=1)
+    assert not list((tmp_path / "data").rglob("*.tmp"))
+    progress = json.loads((tmp_path / "data" / PROGRESS).read_text())
+    kept = sum(s["tokens"] for s in [*progress["writers"]["train"]["done"], progress["writers"]["train"]["open"]] if s)
+    on_disk = sum(path.stat().st_size for path in (tmp_path / "data").glob("train-*.tokens"))
+    assert on_disk == 2 * kept > 0
+    monkeypatch.setattr(ShardWriter, "_write", real)
+    prepare([str(corpus)], tmp_path / "data", OPTIONS_BIG, workers=1, resume=True)
+    assert contents(tmp_path / "data") == reference
+
+
+def test_a_really_full_disk(corpus, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "none", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        process = start(corpus, disk / "data", "--workers", "1")
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 2
+        assert "no space left" in said
+        assert "Traceback" not in said
+        assert not list(disk.rglob("*.tmp"))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def damaged(prepared, tmp_path):
+    import shutil
+
+    shutil.copytree(prepared, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_changed_shards_are_named(prepared, tmp_path):
+    copy = damaged(prepared, tmp_path)
+    path = copy / "train-00001.tokens"
+    content = bytearray(path.read_bytes())
+    content[5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(
+        DataError, match=r"train-00001.tokens has changed since it was prepared: its SHA-256 is [0-9a-f]{64}"
+    ):
+        PreparedData(copy)
+    path.write_bytes(content[:-2])
+    with pytest.raises(DataError, match="bytes where the manifest says"):
+        PreparedData(copy, verify=False)
+    path.unlink()
+    with pytest.raises(DataError, match="train-00001.tokens is missing"):
+        PreparedData(copy)
+
+
+def test_tokenizer_of_other_shards_and_broken_manifests(prepared, tmp_path):
+    copy = damaged(prepared, tmp_path)
+    from calm.data.tokenizer import train_bpe
+
+    train_bpe(["some other words"], 270).save(copy / "tokenizer")
+    with pytest.raises(DataError, match="is not the one that made the shards"):
+        PreparedData(copy)
+    (copy / MANIFEST).write_text("{")
+    with pytest.raises(DataError, match=r"manifest.json is damaged"):
+        PreparedData(copy)
+    (copy / MANIFEST).write_text('{"version": 99}')
+    with pytest.raises(DataError, match="version 99"):
+        PreparedData(copy)
+    with pytest.raises(DataError, match="no such directory"):
+        PreparedData(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="has no split 'dev'"):
+        PreparedData(prepared).split("dev")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"validation_share": 0.6, "test_share": 0.5}, "must leave something to train on"),
+        ({"validation_share": -0.1}, "must not be negative"),
+        ({"shard_tokens": 0}, "shard_tokens must be at least 1"),
+        ({"document_size": -5}, "document_size must be at least 1"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(DataError, match=message):
+        Options("bpe:300", **options)
+
+
+def test_bad_tokenizer_leaves_nothing_behind(jsonl, tmp_path):
+    for name, message in (("bpe:many", "should read bpe:SIZE"), ("bpe:10", "at least 259")):
+        with pytest.raises(DataError, match=message):
+            prepare([str(jsonl)], tmp_path / "data", Options(name), workers=1)
+        assert not (tmp_path / "data").exists()
+    with pytest.raises(DataError, match="workers must be at least 1"):
+        prepare([str(jsonl)], tmp_path / "data", OPTIONS, workers=0)

@@ -1,0 +1,164 @@
+import base64
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import models, normalizers, pre_tokenizers
+
+from calm.data import tokenizer as module
+from calm.data.tokenizer import END, FILL, MASK, load_tokenizer, round_trips, train_bpe
+from calm.errors import DataError
+
+TEXT = "In the beginning God created the heaven and the earth. " * 5
+BPE = train_bpe([TEXT], 290)
+
+
+@given(st.text())
+def test_any_text_comes_back(text):
+    assert BPE.decode(BPE.encode(text)) == text
+
+
+@given(st.text(alphabet="ab <|endfilmask>\n", max_size=40))
+def test_names_of_special_tokens_in_a_text_are_text(text):
+    ids = BPE.encode(text + END + MASK)
+    assert not {BPE.end_id, BPE.fill_id, BPE.mask_id} & set(ids)
+    assert BPE.decode(ids) == text + END + MASK
+
+
+def test_roles_are_distinct_and_never_decoded():
+    roles = [BPE.mask_id, BPE.end_id, BPE.fill_id]
+    assert roles == [0, 1, 2]
+    assert BPE.decode([BPE.fill_id, *BPE.encode("God"), BPE.mask_id, BPE.end_id]) == "God"
+
+
+def test_training_is_deterministic_and_reaches_the_size():
+    again = train_bpe([TEXT], 290)
+    assert again.sha256 == BPE.sha256
+    assert BPE.vocab_size == 290
+
+
+def test_save_and_load(tmp_path):
+    BPE.save(tmp_path / "t")
+    loaded = load_tokenizer(str(tmp_path / "t"))
+    assert loaded.sha256 == BPE.sha256
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "t")
+    assert theirs("the heaven", add_special_tokens=False)["input_ids"] == BPE.encode("the heaven")
+    assert (theirs.eos_token_id, theirs.pad_token_id, theirs.mask_token_id) == (
+        BPE.end_id,
+        BPE.fill_id,
+        BPE.mask_id,
+    )
+
+
+@given(st.text(min_size=30, max_size=200), st.integers(5, 25))
+def test_long_texts_are_cut_and_still_come_back(text, limit):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LONGEST_PIECE", limit + 1000)
+        long = "word " * 300 + text
+        assert "".join(module._pieces(long)) == long
+        assert max(map(len, module._pieces(long))) <= limit + 1000
+        assert BPE.decode(BPE.encode(long)) == long
+
+
+def test_cutting_at_a_space_changes_no_id(monkeypatch):
+    text = TEXT * 30
+    whole = BPE.encode(text)
+    monkeypatch.setattr(module, "LONGEST_PIECE", 1200)
+    assert len(list(module._pieces(text))) > 5
+    assert BPE.encode(text) == whole
+
+
+@pytest.fixture(scope="module")
+def tiktoken_file(tmp_path_factory):
+    """Ranks in the order in which a BPE learnt them: bytes, then merges."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    pieces = [
+        " th",
+        "the",
+        " the",
+        "he",
+        "in",
+        "nin",
+        "ea",
+        "en",
+        " God",
+        "Go",
+        " G",
+        " t",
+        "th",
+        "crea",
+        "cr",
+    ]
+    for piece in sorted(pieces, key=len):
+        ranks[piece.encode()] = len(ranks)
+    path = tmp_path_factory.mktemp("tiktoken") / "tokenizer.model"
+    path.write_text("".join(f"{base64.b64encode(t).decode()} {r}\n" for t, r in ranks.items()))
+    return path, ranks
+
+
+def test_tiktoken_file_gives_the_ids_of_tiktoken(tiktoken_file):
+    tiktoken = pytest.importorskip("tiktoken")
+    path, ranks = tiktoken_file
+    ours = load_tokenizer(str(path))
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    theirs = tiktoken.Encoding("t", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+
+    @given(st.text(alphabet="the Godcranib\n 12é'🙂", max_size=60))
+    def check(text):
+        assert ours.encode(text) == theirs.encode(text, disallowed_special=())
+        assert ours.decode(ours.encode(text)) == text
+
+    check()
+    assert ours.vocab_size == len(ranks) + 3
+
+
+def test_llama3_layout(tmp_path, monkeypatch):
+    """With Llama 3's number of ranks the specials stand where its models expect them; here with 260 for 128,000."""
+    monkeypatch.setattr(module, "LLAMA3_RANKS", 260)
+    ranks = [bytes([b]) for b in range(256)] + [b"th", b"he", b"in", b"er"]
+    path = tmp_path / "tokenizer.model"
+    path.write_text("".join(f"{base64.b64encode(t).decode()} {r}\n" for r, t in enumerate(ranks)))
+    loaded = load_tokenizer(str(path))
+    assert len(module.LLAMA3_SPECIAL) == 256
+    assert loaded.vocab_size == 260 + 256 + 1
+    assert (loaded.end_id, loaded.mask_id, loaded.fill_id) == (261, 262, 260 + 256)
+    assert round_trips(loaded)
+
+
+@pytest.mark.parametrize("content", ["not base64!\n", "YQ== x\n", "YQ== 0\n", '{"json": 1}'])
+def test_a_broken_tiktoken_file_is_named(tmp_path, content):
+    path = tmp_path / "tokenizer.model"
+    path.write_text(content)
+    with pytest.raises(DataError, match="tokenizer.model"):
+        load_tokenizer(str(path))
+
+
+def test_foreign_tokenizer_gets_the_roles_it_lacks(tmp_path):
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "[END]": 2, "[UNK]": 3}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.normalizer = normalizers.Lowercase()
+    backend.enable_truncation(2)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[END]", "pad_token": "[END]"}')
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.end_id == 2
+    assert loaded.backend.id_to_token(loaded.fill_id) == FILL
+    assert len({loaded.end_id, loaded.fill_id, loaded.mask_id}) == 3
+    assert loaded.encode("A B a b") == [0, 1, 0, 1]  # its truncation is off
+    assert not round_trips(loaded)
+
+
+def test_unknown_names_and_impossible_sizes(tmp_path):
+    with pytest.raises(DataError, match="no tokenizer 'no/such'"):
+        load_tokenizer("no/such")
+    with pytest.raises(DataError, match="at least 259"):
+        train_bpe([TEXT], 100)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot be read"):
+        load_tokenizer(str(tmp_path))
