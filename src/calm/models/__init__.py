@@ -1,0 +1,1 @@
+"""The networks: the autoencoder of §2."""

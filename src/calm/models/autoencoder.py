@@ -1,0 +1,156 @@
+"""The autoencoder of §2: K tokens ↔ one vector, without context.
+
+    encode   K embeddings → layers on each → flatten, squeeze → layers → Posterior(mean, log_std) of Z dimensions
+    decode   latent → layers → expand to K states → layers on each → logits over the tied embedding
+
+Robustness (§2.2), each a field: the variational posterior, the KL's weight and floor, token and latent dropout.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModel, PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from calm.models.configuration import ChunkAutoencoderConfig
+from calm.models.posterior import Posterior, drop, floored_kl
+from calm.noise import RowNoise
+from calm.scores.vocabulary import vocabulary_cross_entropy
+
+
+@dataclass
+class AutoencoderOutput(ModelOutput):
+    loss: Tensor | None = None  # reconstruction + kl_weight · KL
+    reconstruction: Tensor | None = None  # nats a chunk
+    kl: Tensor | None = None  # nats a chunk, floored
+
+
+class Layer(nn.Module):
+    """x + SwiGLU(RMSNorm(x)), on each vector by itself."""
+
+    def __init__(self, config: ChunkAutoencoderConfig):
+        super().__init__()
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def _layers(config: ChunkAutoencoderConfig, count: int) -> nn.Sequential:
+    return nn.Sequential(*(Layer(config) for _ in range(count)))
+
+
+class Encoder(nn.Module):
+    def __init__(self, config: ChunkAutoencoderConfig):
+        super().__init__()
+        size, half = config.hidden_size, config.num_encoder_layers // 2
+        self.token_layers = _layers(config, half)
+        self.squeeze = nn.Linear(config.chunk_size * size, size)
+        self.chunk_layers = _layers(config, half)
+        self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.posterior = nn.Linear(size, config.latent_size * (2 if config.variational else 1))
+        self.variational = config.variational
+
+    def forward(self, embeddings: Tensor) -> Posterior:
+        states = self.token_layers(embeddings)  # (..., K, d)
+        states = self.chunk_layers(self.squeeze(states.flatten(-2)))  # (..., d)
+        output = self.posterior(self.norm(states))  # (..., 2Z)
+        if not self.variational:
+            return Posterior(output, torch.full_like(output, -torch.inf))
+        return Posterior(*output.chunk(2, dim=-1))
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: ChunkAutoencoderConfig):
+        super().__init__()
+        size, half = config.hidden_size, config.num_decoder_layers // 2
+        self.latent = nn.Linear(config.latent_size, size)
+        self.chunk_layers = _layers(config, half)
+        self.expand = nn.Linear(size, config.chunk_size * size)
+        self.token_layers = _layers(config, half)
+        self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.chunk_size = config.chunk_size
+
+    def forward(self, latents: Tensor) -> Tensor:
+        states = self.expand(self.chunk_layers(self.latent(latents)))  # (..., K·d)
+        states = states.unflatten(-1, (self.chunk_size, -1))  # (..., K, d)
+        return self.norm(self.token_layers(states))
+
+
+class ChunkAutoencoder(PreTrainedModel):
+    config_class = ChunkAutoencoderConfig
+    config: ChunkAutoencoderConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+
+    def __init__(self, config: ChunkAutoencoderConfig):
+        super().__init__(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)  # the decoder's output matrix, too
+        self.encoder = Encoder(config)
+        self.decoder = Decoder(config)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
+
+    def encode(self, chunks: Tensor) -> Posterior:
+        """(..., K) ids → Posterior of (..., Z)."""
+        return self.encoder(self.embedding(chunks))
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """(..., Z) → logits (..., K, V)."""
+        return self.decoder(latents) @ self.embedding.weight.T
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        noise: RowNoise | None = None,
+        candidates: Tensor | None = None,
+    ) -> AutoencoderOutput:
+        """The loss of §2 on rows of whole chunks (B, T). Chunks without a real token do not count.
+
+        `candidates` limits the softmax to some words (see scores.vocabulary). In eval mode nothing is dropped.
+        """
+        config = self.config
+        noise = noise or RowNoise.fresh(len(input_ids), input_ids.device)
+        chunks = input_ids.unflatten(1, (-1, config.chunk_size))  # (B, L, K)
+        rows, length = chunks.shape[:2]
+        if attention_mask is None:
+            counted = torch.ones(rows, length, device=chunks.device)
+        else:
+            counted = attention_mask.unflatten(1, (-1, config.chunk_size)).any(-1).float()  # (B, L)
+
+        shown = chunks
+        if self.training and config.token_dropout:
+            dropped = noise.uniform(length, config.chunk_size) < config.token_dropout
+            shown = chunks.masked_fill(dropped, config.mask_token_id)
+        posterior = self.encode(shown)
+        latents = posterior.mean
+        if config.variational:
+            latents = posterior.sample(noise.normal(length, config.latent_size, dtype=latents.dtype))
+        if self.training and config.latent_dropout:
+            latents = drop(latents, noise.uniform(length, config.latent_size), config.latent_dropout)
+
+        states = self.decoder(latents).flatten(0, 2)  # (B·L·K, d)
+        weights = (counted / counted.sum().clamp(min=1)).repeat_interleave(config.chunk_size)
+        reconstruction = vocabulary_cross_entropy(states, self.embedding.weight, chunks.flatten(), weights, candidates)
+        kl = reconstruction.new_zeros(())
+        if config.variational:
+            chunk_kl = floored_kl(posterior.float(), config.kl_floor)
+            kl = (chunk_kl * counted).sum() / counted.sum().clamp(min=1)
+        return AutoencoderOutput(reconstruction + config.kl_weight * kl, reconstruction, kl)
+
+
+AutoModel.register(ChunkAutoencoderConfig, ChunkAutoencoder)

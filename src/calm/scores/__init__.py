@@ -1,0 +1,1 @@
+"""Losses and metrics as pure functions of tensors."""

@@ -1,0 +1,51 @@
+"""Cross-entropy over a vocabulary without ever holding the (tokens × V) logits and their gradient.
+
+The logits of a slice of tokens are made, turned into loss and gradient at once, and thrown away. The backward pass then
+only scales what is there.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+SLICE_ELEMENTS = 2**23  # logits held at once: 32 MB in fp32
+
+
+class _SlicedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, states: Tensor, words: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        grad_states, grad_words = torch.empty_like(states), torch.zeros_like(words, dtype=torch.float32)
+        total = torch.zeros((), dtype=torch.float32, device=states.device)
+        rows = max(1, SLICE_ELEMENTS // len(words))
+        for start in range(0, len(targets), rows):
+            here = slice(start, start + rows)
+            logits = (states[here] @ words.T).float()  # (rows, V)
+            normaliser = logits.logsumexp(-1)
+            index = targets[here, None]
+            total += ((normaliser - logits.gather(1, index)[:, 0]) * weights[here]).sum()
+            gradient = logits.sub_(normaliser[:, None]).exp_()  # the probabilities, until the next line
+            gradient.scatter_add_(1, index, gradient.new_full(index.shape, -1.0))
+            gradient = gradient.mul_(weights[here, None]).to(states.dtype)
+            torch.mm(gradient, words, out=grad_states[here])
+            grad_words += (gradient.T @ states[here]).float()
+        ctx.save_for_backward(grad_states, grad_words.to(words.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad_states, grad_words = ctx.saved_tensors
+        return grad_states * grad_outputs[0], grad_words * grad_outputs[0], None, None
+
+
+def vocabulary_cross_entropy(
+    states: Tensor, words: Tensor, targets: Tensor, weights: Tensor, candidates: Tensor | None = None
+) -> Tensor:
+    """Sum over tokens of weight · -log softmax(words @ state)[target]; states (n, d), words (V, d), targets (n,).
+
+    With `candidates` (sorted ids that contain every target) the softmax runs over these words only: a lower bound of
+    the loss over all, at the cost of their number.
+    """
+    if candidates is not None:
+        words, targets = words[candidates], torch.searchsorted(candidates, targets)
+    return cast(Tensor, _SlicedCrossEntropy.apply(states, words, targets, weights))
