@@ -1,0 +1,181 @@
+"""The command line: one function a command, no logic. Heavy imports stay inside the commands."""
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from typer.exceptions import TyperException
+
+from calm import __version__
+from calm.errors import UserError
+
+app = typer.Typer(
+    name="calm",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Continuous Autoregressive Language Models: predict one vector for every K tokens.",
+    epilog="Errors are one sentence; 'calm --debug COMMAND ...' shows where they come from.",
+)
+
+INTERRUPTED = 130  # what the parser makes of Ctrl-C
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one field of the recipe; may be repeated."),
+]
+
+
+class OnBadDocument(StrEnum):
+    fail = "fail"
+    skip = "skip"
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    epilog="Example: calm prepare 'texts/*.jsonl.gz' --tokenizer bpe:8192 --output data/mine",
+    short_help="Turn text into a tokenizer and shards of token ids.",
+)
+def prepare(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            help="Files or globs of .txt, .jsonl, .json, .parquet (also .gz, .zst), hf:NAME[:config][:split], "
+            "or the word embedded."
+        ),
+    ],
+    tokenizer: Annotated[
+        str,
+        typer.Option(help="bpe:SIZE to train one, a tokenizer directory or hub name, or a tiktoken file."),
+    ],
+    output: Annotated[Path, typer.Option(help="The directory to make.")],
+    text_field: Annotated[str, typer.Option(help="The field or column that holds the text.")] = "text",
+    validation_share: Annotated[float, typer.Option(help="Share of documents for validation.")] = 0.01,
+    test_share: Annotated[float, typer.Option(help="Share of documents for testing.")] = 0.0,
+    document_size: Annotated[
+        int, typer.Option(help="Bytes after which plain text is cut into documents, at a paragraph.")
+    ] = 32_768,
+    shard_tokens: Annotated[int, typer.Option(help="Tokens in a shard.")] = 2**26,
+    workers: Annotated[int | None, typer.Option(help="Worker processes; by default one a core.")] = None,
+    on_bad_document: Annotated[OnBadDocument, typer.Option(help="What to do with one.")] = OnBadDocument.fail,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted preparation.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier preparation.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
+) -> None:
+    """Turn text into a tokenizer and shards of token ids, ready to train on.
+
+    Interrupted at any moment, it continues with --resume and ends in the same bytes.
+    """
+    from calm import console
+    from calm.data.prepare import prepare as run
+    from calm.data.workers import Options
+
+    if resume and overwrite:
+        raise UserError("--resume continues and --overwrite begins anew; give one of them")
+    chosen = Options(tokenizer, text_field, validation_share, test_share, document_size, shard_tokens)
+    with console.preparation_progress() as report:
+        manifest = run(
+            sources,
+            output,
+            chosen,
+            workers=workers,
+            on_bad_document=on_bad_document.value,
+            resume=resume,
+            overwrite=overwrite,
+            report=report,
+            warn=console.warn,
+        )
+    if as_json:
+        _print_json(manifest)
+    else:
+        _show_prepared(output, manifest)
+
+
+def _show_prepared(output: Path, manifest: dict) -> None:
+    from calm import console
+    from calm.data.shards import PreparedData
+
+    if skipped := manifest["skipped_documents"]:
+        console.warn(f"{skipped:,} bad documents were left out")
+    for name, split in manifest["splits"].items():
+        if not split["documents"] and manifest["options"].get(f"{name}_share", 1):
+            console.warn(f"no document fell into the {name} split; give it a larger share")
+    console.stdout.print(console.preparation_summary(manifest))
+    data = PreparedData(output, verify=False)
+    if len(stream := data.split("train")):
+        console.stdout.print("The first chunks, K = 4 tokens in a colour:")
+        console.stdout.print(console.coloured_chunks(data.tokenizer, stream[:80].tolist(), 4))
+    console.stdout.print(f"Ready in {output}", soft_wrap=True)
+
+
+@app.command(epilog="Example: calm config laptop --set data.batch_size=8")
+def config(
+    recipe: Annotated[str | None, typer.Argument(help="A shipped recipe, or a file; none lists them.")] = None,
+    settings: Settings = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of YAML.")] = False,
+) -> None:
+    """Show the configuration that a recipe resolves to."""
+    from calm.config import load_config, recipe_names, to_yaml
+
+    if recipe is None:
+        print("\n".join(recipe_names()))
+    elif as_json:
+        _print_json(load_config(recipe, settings).model_dump(mode="json"))
+    else:
+        print(to_yaml(load_config(recipe, settings)), end="")
+
+
+def _print_json(value) -> None:
+    import json
+
+    print(json.dumps(value, ensure_ascii=False))
+
+
+def main() -> None:
+    """Run a command; a user's mistake becomes one sentence and exit code 2."""
+    debug = "--debug" in sys.argv
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    try:
+        code = app(arguments, prog_name="calm", standalone_mode=False)
+        if code == INTERRUPTED:
+            _fail("interrupted; commands that take --resume continue with it", code, debug)
+        sys.exit(code)
+    except UserError as error:
+        _fail(str(error), 2, debug)
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except TyperException as error:  # an option or argument that the parser cannot take
+        message = getattr(error, "format_message", error.__str__)()
+        _fail(f"{message} ('calm --help' and 'calm COMMAND --help' tell more)", 2, debug)
+    except Exception as error:
+        _fail(f"unexpected {type(error).__name__}: {error} ('calm --debug' shows where)", 1, debug)
+
+
+def _fail(message: str, code: int, debug: bool) -> NoReturn:
+    if debug:
+        import traceback
+
+        traceback.print_exc()
+    print(f"calm: {message}", file=sys.stderr)
+    sys.exit(code)

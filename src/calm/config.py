@@ -1,0 +1,158 @@
+"""Run configurations: typed, strict, documented. Defaults, then a recipe file, then `--set section.key=value`."""
+
+import difflib
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from calm.errors import ConfigError
+from calm.files import write_atomic
+
+Share = Annotated[float, Field(ge=0, le=1)]
+CONFIG_FILE = "config.yaml"
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class DataSet(Section):
+    path: Path = Field(description="a directory made by calm prepare")
+    weight: float = Field(1.0, gt=0, description="its share of the rows, relative to the other sets")
+
+
+class Data(Section):
+    """What is read, and how it is cut."""
+
+    sets: list[DataSet] = Field(min_length=1, description="prepared sets; several are mixed by weight")
+    chunk_size: int = Field(4, ge=1, description="K, the tokens that one vector stands for")
+    sequence_length: int = Field(512, ge=1, description="tokens that a row predicts; a multiple of chunk_size")
+    batch_size: int = Field(32, ge=1, description="rows of a step, over all processes")
+    align_documents: bool = Field(False, description="pad documents to whole chunks instead of packing them")
+    front_fill: Share = Field(1.0, description="share of rows that begin with 0 to K-1 fill ids")
+    verify: bool = Field(True, description="compare the shards' checksums when opening them")
+
+    @model_validator(mode="after")
+    def _whole_chunks(self) -> "Data":
+        if self.sequence_length % self.chunk_size:
+            raise ValueError(
+                f"sequence_length must be a multiple of chunk_size, but {self.sequence_length} is none of "
+                f"{self.chunk_size}"
+            )
+        return self
+
+
+class RunConfig(Section):
+    """One run."""
+
+    seed: int = Field(0, ge=0, description="everything random in a run follows from it")
+    data: Data
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with the package."""
+    return sorted(path.name.removesuffix(".yaml") for path in _shipped().iterdir() if path.name.endswith(".yaml"))
+
+
+def load_config(recipe: str, overrides: list[str] | None = None) -> RunConfig:
+    """A shipped recipe by name, or a recipe file, with `section.key=value` overrides."""
+    values = _read(recipe)
+    for override in overrides or []:
+        _apply(values, override)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        problems = "; ".join(_explain(problem) for problem in error.errors())
+        raise ConfigError(f"recipe {recipe}: {problems}") from error
+
+
+def to_yaml(config: RunConfig) -> str:
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def save_config(config: RunConfig, directory: Path) -> None:
+    """Every run directory holds the configuration that it was made with; it is a recipe file itself."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomic(directory / CONFIG_FILE, to_yaml(config).encode())
+
+
+def _shipped():
+    return files("calm") / "recipes"
+
+
+def _read(recipe: str) -> dict[str, Any]:
+    if recipe in recipe_names():
+        content, name = (_shipped() / f"{recipe}.yaml").read_text("utf-8"), recipe
+    elif Path(recipe).is_file():
+        content, name = Path(recipe).read_text("utf-8", errors="replace"), recipe
+    else:
+        raise ConfigError(f"no recipe {recipe!r}: neither a file nor one of {', '.join(recipe_names())}{_near(recipe)}")
+    try:
+        values = yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{name}{where}: not YAML ({getattr(error, 'problem', None) or error})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} should hold sections such as 'data:', not {type(values).__name__}")
+    return values
+
+
+def _near(recipe: str) -> str:
+    near = difflib.get_close_matches(recipe, recipe_names(), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"--set {override!r} should read section.key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override!r}: the value is not YAML; quote it") from None
+    here: Any = values
+    for part in parts[:-1]:
+        here = (
+            here[int(part)] if _indexes(here, part) else here.setdefault(part, {}) if isinstance(here, dict) else None
+        )
+    last = parts[-1]
+    if isinstance(here, dict):
+        here[last] = value
+    elif _indexes(here, last):
+        here[int(last)] = value
+    else:
+        raise ConfigError(f"--set {override!r}: {'.'.join(parts[:-1])} has no parts to set")
+
+
+def _indexes(here: Any, part: str) -> bool:
+    return isinstance(here, list) and part.isdecimal() and int(part) < len(here)
+
+
+def _explain(problem: Any) -> str:
+    """One problem in words; an unknown key gets the nearest known one."""
+    place = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "extra_forbidden":
+        known = _fields(problem["loc"][:-1])
+        near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
+        return f"unknown key {place}; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}")
+    if problem["type"] == "missing":
+        return f"{place} is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return f"{place}: {message}" if place else message
+    return f"{place}: {message[0].lower() + message[1:]}, not {problem['input']!r}"
+
+
+def _fields(path: tuple) -> list[str]:
+    """The keys that a section has."""
+    section: Any = RunConfig
+    for part in path:
+        if isinstance(part, str):
+            annotation = section.model_fields[part].annotation
+            section = getattr(annotation, "__args__", (annotation,))[0]
+    return list(section.model_fields)

@@ -1,0 +1,78 @@
+"""What a person sees: progress bars and tables on stderr, answers on stdout."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from calm.data.prepare import Report
+    from calm.data.tokenizer import Tokenizer
+
+stderr = Console(stderr=True, highlight=False)
+stdout = Console(highlight=False)
+CHUNK_COLOURS = (
+    "black on bright_cyan",
+    "black on bright_yellow",
+    "black on bright_green",
+    "black on bright_magenta",
+)
+
+
+def warn(message: str) -> None:
+    stderr.print(f"[yellow]warning:[/] {escape(message)}", soft_wrap=True)
+
+
+@contextmanager
+def preparation_progress() -> Iterator[Callable[["Report"], None]]:
+    """A bar with documents, tokens a second and the time left."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[done]}"),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        task = progress.add_task("reading", total=None, done="")
+        stage, began, before = "", 0.0, 0
+
+        def show(report: "Report") -> None:
+            nonlocal stage, began, before
+            counts, now = report.counts, progress.get_time()
+            if report.stage != stage:
+                stage, began, before = report.stage, now, counts.tokens
+                progress.reset(task, total=report.bytes_total)
+            done = f"{report.bytes_read / 1e6:,.0f} MB"
+            if counts.tokens:
+                speed = (counts.tokens - before) / max(now - began, 1e-3)
+                done = f"{counts.documents:,} documents · {counts.tokens:,} tokens · {speed:,.0f} tokens/s"
+            progress.update(task, description=stage, completed=report.bytes_read, done=done)
+
+        yield show
+
+
+def preparation_summary(manifest: dict[str, Any]) -> Table:
+    table = Table(title=f"{manifest['vocab_size']:,} tokens in the vocabulary, stored as {manifest['dtype']}")
+    for column in ("split", "documents", "tokens", "bytes a token", "shards"):
+        table.add_column(column, justify="left" if column == "split" else "right")
+    for name, split in manifest["splits"].items():
+        ratio = f"{split['bytes'] / split['tokens']:.2f}" if split["tokens"] else "-"
+        counts = f"{split['documents']:,}", f"{split['tokens']:,}", ratio, str(len(split["shards"]))
+        table.add_row(name, *counts)
+    return table
+
+
+def coloured_chunks(tokenizer: "Tokenizer", ids: list[int], chunk_size: int) -> Text:
+    """A text with one colour a chunk, a thick line between chunks and a thin one between tokens."""
+    text = Text()
+    for number, start in enumerate(range(0, len(ids), chunk_size)):
+        tokens = [tokenizer.decode([i]).replace("\n", "↵") for i in ids[start : start + chunk_size]]
+        text.append("┃" if start else "")
+        text.append("│".join(tokens), style=CHUNK_COLOURS[number % len(CHUNK_COLOURS)])
+    return text
