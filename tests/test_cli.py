@@ -26,9 +26,9 @@ def test_help_names_every_command_and_each_has_an_example(calm):
             ["prepare", "embedded", "--tokenizer", "bpe:300", "--output", "x", "--resume", "--overwrite"],
             "give one of them",
         ),
-        (["config", "laptopp"], "did you mean laptop?"),
+        (["config", "laptop-autoencode"], "did you mean laptop-autoencoder?"),
         (
-            ["config", "toy", "--set", "data.chunk_sise=2"],
+            ["config", "toy-autoencoder", "--set", "data.chunk_sise=2"],
             "unknown key data.chunk_sise; did you mean chunk_size?",
         ),
     ],

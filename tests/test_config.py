@@ -12,7 +12,7 @@ def test_every_shipped_recipe_parses(name):
 
 def test_defaults_then_recipe_then_settings(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("data:\n  sets: [{path: a}, {path: b, weight: 3}]\n  chunk_size: 2\n")
+    path.write_text("data:\n  sets: [{path: a}, {path: b, weight: 3}]\n  chunk_size: 2\ntrain: {steps: 5}\n")
     config = load_config(str(path), ["data.batch_size=7", "data.sets.1.weight=1e-1", "seed=3"])
     assert config.data.sequence_length == 512
     assert config.data.chunk_size == 2
@@ -22,7 +22,7 @@ def test_defaults_then_recipe_then_settings(tmp_path):
 
 
 def test_a_saved_config_is_a_recipe(tmp_path):
-    config = load_config("laptop", ["data.chunk_size=8"])
+    config = load_config("laptop-autoencoder", ["data.chunk_size=8"])
     save_config(config, tmp_path / "run")
     assert load_config(str(tmp_path / "run" / "config.yaml")) == config
     assert yaml.safe_load(to_yaml(config))["data"]["chunk_size"] == 8
@@ -33,7 +33,7 @@ def test_a_saved_config_is_a_recipe(tmp_path):
     [
         (["data.chunk_size=0"], "data.chunk_size: input should be greater than or equal to 1, not 0"),
         (["data.chunk_size=five"], "data.chunk_size: input should be a valid integer"),
-        (["data.chunk_size=3"], "sequence_length must be a multiple of chunk_size"),
+        (["data.chunk_size=7"], "sequence_length must be a multiple of chunk_size"),
         (["dta.chunk_size=3"], "unknown key dta; did you mean data?"),
         (["data.sets.0.wait=3"], "unknown key data.sets.0.wait; did you mean weight?"),
         (["data.chunk_size"], "should read section.key=value"),
@@ -46,7 +46,7 @@ def test_a_saved_config_is_a_recipe(tmp_path):
 )
 def test_mistakes_are_explained(settings, message):
     with pytest.raises(ConfigError) as error:
-        load_config("toy", settings)
+        load_config("toy-autoencoder", settings)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -128,7 +129,65 @@ def _show_prepared(output: Path, manifest: dict) -> None:
     console.stdout.print(f"Ready in {output}", soft_wrap=True)
 
 
-@app.command(epilog="Example: calm config laptop --set data.batch_size=8")
+@app.command(epilog="Example: calm train laptop-autoencoder --output runs/autoencoder --set train.steps=500")
+def train(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe, or a file ('calm config' lists them).")],
+    output: Annotated[Path, typer.Option(help="The directory of the run.")],
+    settings: Settings = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in this directory.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Train what a recipe describes. Many processes: torchrun ... -m calm train RECIPE --output DIR.
+
+    SIGTERM and Ctrl-C save and stop; --resume continues to the same weights, bit for bit.
+    """
+    from calm.config import load_config
+
+    resolved = load_config(recipe, settings)  # before torch is imported: a mistake is told at once
+    from calm import console
+    from calm.train.loop import train as run
+
+    first = os.environ.get("RANK", "0") == "0"
+    with console.training_progress(enabled=first) as report:
+        summary = run(resolved, output, resume=resume, report=report, warn=console.warn)
+    if first and as_json:
+        _print_json(summary)
+    elif first:
+        console.stdout.print(console.values_table(f"{resolved.stage} in {output}", summary))
+        console.stdout.print(f"The model is in {output / 'model'}, the curve in {output / 'loss.png'}", soft_wrap=True)
+
+
+@app.command(epilog="Example: calm evaluate runs/autoencoder/model --data data/embedded")
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="The directory of a trained model.")],
+    data: Annotated[Path, typer.Option(help="Data made by calm prepare with the model's tokenizer.")],
+    split: Annotated[str, typer.Option(help="train, validation or test.")] = "validation",
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows computed at once.")] = 32,
+    output: Annotated[Path | None, typer.Option(help="Directory for the JSON and the plot.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the measures as JSON.")] = False,
+) -> None:
+    """Measure how well an autoencoder reconstructs: from the mean, under its own noise, and under more."""
+    from transformers.utils import logging
+
+    from calm import console
+    from calm.evaluate.report import evaluate_autoencoder, plot_robustness
+    from calm.files import write_json
+
+    logging.disable_progress_bar()
+    with console.stderr.status("evaluating") if console.stderr.is_terminal else nullcontext():
+        measures = evaluate_autoencoder(model, data, split, batch_size)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        write_json(output / "reconstruction.json", measures)
+        plot_robustness(measures, output / "robustness.png")
+    if as_json:
+        _print_json(measures)
+    else:
+        curve = {f"token accuracy, extra noise {p['extra_noise']}": p["token_accuracy"] for p in measures["robustness"]}
+        console.stdout.print(console.values_table(f"{model} on {data}", measures | curve))
+
+
+@app.command(epilog="Example: calm config laptop-autoencoder --set data.batch_size=8")
 def config(
     recipe: Annotated[str | None, typer.Argument(help="A shipped recipe, or a file; none lists them.")] = None,
     settings: Settings = None,
@@ -161,7 +220,7 @@ def main() -> None:
             _fail("interrupted; commands that take --resume continue with it", code, debug)
         sys.exit(code)
     except UserError as error:
-        _fail(str(error), 2, debug)
+        _fail(str(error), getattr(error, "exit_code", 2), debug)
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

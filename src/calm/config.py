@@ -3,7 +3,7 @@
 import difflib
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -45,11 +45,64 @@ class Data(Section):
         return self
 
 
+class Autoencoder(Section):
+    """The autoencoder of §2; the defaults are the paper's for K = 4."""
+
+    latent_size: int = Field(128, ge=1, description="Z; the paper takes 32·K")
+    hidden_size: int = Field(512, ge=1)
+    intermediate_size: int = Field(1280, ge=1)
+    num_encoder_layers: int = Field(2, ge=0, multiple_of=2, description="half before the squeeze, half after")
+    num_decoder_layers: int = Field(2, ge=0, multiple_of=2, description="half before the expansion, half after")
+    variational: bool = Field(True, description="false: reconstruction only, no noise and no KL")
+    kl_weight: float = Field(1e-3, ge=0)
+    kl_floor: float = Field(0.5, ge=0, description="nats below which a dimension's KL is not pressed; 0: no floor")
+    token_dropout: float = Field(0.15, ge=0, lt=1, description="share of tokens replaced by the mask id")
+    latent_dropout: float = Field(0.15, ge=0, lt=1, description="share of latent dimensions set to 0")
+    vocabulary_sample: int | None = Field(
+        None,
+        ge=0,
+        description="the training loss runs over the batch's words and this many random ones; null: over all",
+    )
+
+
+class Optimizer(Section):
+    """AdamW with the paper's settings (§7.1)."""
+
+    learning_rate: float = Field(3e-4, gt=0)
+    warmup_steps: int = Field(2000, ge=0)
+    schedule: Literal["constant", "cosine", "linear"] = Field("constant", description="after the warm-up")
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0, description="of matrices")
+    gradient_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+
+
+class Train(Section):
+    """The loop."""
+
+    steps: int = Field(ge=1)
+    accumulation: int = Field(1, ge=1, description="parts in which a process computes its share of a batch")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="of the computation; weights stay in fp32")
+    compile: bool = Field(False, description="torch.compile; needs a C++ compiler on CPU")
+    gradient_checkpointing: bool = Field(False, description="of the backbone: less memory, more time")
+    log_every: int = Field(10, ge=1)
+    evaluate_every: int = Field(500, ge=1)
+    evaluation_batches: int = Field(50, ge=1)
+    checkpoint_every: int = Field(500, ge=1)
+    keep_checkpoints: int = Field(2, ge=1, description="the last so many, and the best")
+    tensorboard: bool = True
+    wandb: bool = False
+
+
 class RunConfig(Section):
     """One run."""
 
+    stage: Literal["autoencoder"] = "autoencoder"
     seed: int = Field(0, ge=0, description="everything random in a run follows from it")
     data: Data
+    autoencoder: Autoencoder = Autoencoder()  # pyright: ignore[reportCallIssue]
+    optimizer: Optimizer = Optimizer()  # pyright: ignore[reportCallIssue]
+    train: Train
 
 
 def recipe_names() -> list[str]:

@@ -13,6 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from calm.data.prepare import Report
     from calm.data.tokenizer import Tokenizer
+    from calm.train.loop import Report as StepReport
 
 stderr = Console(stderr=True, highlight=False)
 stdout = Console(highlight=False)
@@ -55,6 +56,48 @@ def preparation_progress() -> Iterator[Callable[["Report"], None]]:
             progress.update(task, description=stage, completed=report.bytes_read, done=done)
 
         yield show
+
+
+@contextmanager
+def training_progress(enabled: bool = True) -> Iterator[Callable[["StepReport"], None]]:
+    """One live line: step, loss, tokens a second, share of the machine's peak, time left. Plain lines into a file."""
+    columns = (
+        TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
+        BarColumn(),
+        TextColumn("{task.fields[done]}"),
+    )
+    live = stderr.is_terminal and enabled
+    with Progress(*columns, TimeRemainingColumn(compact=True), console=stderr, disable=not live) as progress:
+        task = progress.add_task("training", total=None, done="")
+
+        def show(report: "StepReport") -> None:
+            metrics = report.metrics
+            parts = [f"loss {metrics['loss']:.4f}"]
+            if "tokens_per_second" in metrics:
+                parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
+            if "share_of_peak" in metrics:
+                parts.append(f"{metrics['share_of_peak']:.0%} of peak")
+            if "score" in metrics:
+                parts.append(f"score {metrics['score']:.5f}")
+            progress.update(task, completed=report.step, total=report.steps, done=" · ".join(parts))
+            if not live and (report.step % max(1, report.steps // 20) == 0 or report.step == report.steps):
+                stderr.print(f"step {report.step:,}/{report.steps:,} · {' · '.join(parts)}", soft_wrap=True)
+
+        yield show
+
+
+def values_table(title: str, values: dict[str, Any]) -> Table:
+    """Names and numbers, one a row."""
+    table = Table(title=title, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in values.items():
+        if not isinstance(value, list | dict) and value is not None:
+            shown = (
+                f"{value:,}" if isinstance(value, int) else f"{value:.5f}" if isinstance(value, float) else str(value)
+            )
+            table.add_row(name.replace("_", " "), shown)
+    return table
 
 
 def preparation_summary(manifest: dict[str, Any]) -> Table:

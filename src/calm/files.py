@@ -1,10 +1,15 @@
 """Files that are either whole or absent: written aside, synced, renamed; and their checksums."""
 
+import fcntl
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from calm.errors import UserError
 
 TEMPORARY = ".tmp"
 
@@ -21,18 +26,39 @@ def write_atomic(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
     write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames in a directory survive a power cut."""
+def sync(path: Path) -> None:
+    """Make a file's content, or a directory's renames, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def claimed(directory: Path, by: str) -> Iterator[None]:
+    """Make a directory and keep it to one process; the claim ends with the process, however it ends."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory, os.O_RDONLY)
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"{directory} is a file, not a directory") from None
+    except OSError as error:
+        raise UserError(f"cannot write to {directory}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(f"another {by} is writing to {directory}") from None
+    try:
+        yield
     finally:
         os.close(descriptor)
 

@@ -163,8 +163,12 @@ def test_front_fill_is_uniform_and_has_the_share():
 
 def test_evaluation_reads_every_row_once():
     stream = ChunkedStream(stream_of([[10 + i] * 9 + [END] for i in range(30)]), 2, 8, FILL)
-    rows = [r for rank in range(3) for batch in evaluation_batches(stream, 4, rank, 3) for r in batch.rows]
-    assert sorted(rows) == list(range(len(stream)))
+    batches = [list(evaluation_batches(stream, 4, rank, 3)) for rank in range(3)]
+    assert len({len(of_rank) for of_rank in batches}) == 1
+    rows = [r for of_rank in batches for batch in of_rank for r in batch.rows]
+    assert sorted(rows)[: len(stream)] == list(range(len(stream)))
+    for batch in (batch for of_rank in batches for batch in of_rank):
+        assert not batch.mask[batch.rows >= len(stream)].any()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from calm.data.prepare import prepare
 from calm.data.shards import MANIFEST, PreparedData, ShardWriter
 from calm.data.workers import Options
 from calm.data.workspace import PROGRESS
-from calm.errors import DataError
+from calm.errors import DataError, UserError
 from calm.files import sha256_of
 
 OPTIONS = Options("bpe:400", validation_share=0.2, test_share=0.1, shard_tokens=300)
@@ -184,7 +184,7 @@ def test_directories_of_other_runs_are_refused(jsonl, prepared, tmp_path):
             prepare([str(jsonl)], foreign, OPTIONS, **flags)
     assert (foreign / "chapter.tex").read_text() == "years of work"
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DataError, match="is a file, not a directory"):
+    with pytest.raises(UserError, match="is a file, not a directory"):
         prepare([str(jsonl)], tmp_path / "file", OPTIONS)
 
 

@@ -126,7 +126,8 @@ def evaluation_batches(stream: ChunkedStream, batch_size: int, rank: int = 0, wo
     """Every row of a split once, in order, without front fill; ranks take turns."""
     if len(stream) == 0:
         raise DataError("this split has no tokens; prepare the data with a larger share for it")
-    mine = np.arange(rank, len(stream), world_size)
-    for rows in np.split(mine, range(batch_size, len(mine), batch_size)) if len(mine) else []:
+    # All ranks get equally many rows, as collective operations need; those beyond the end hold only fill.
+    mine = np.arange(rank, -(-len(stream) // world_size) * world_size, world_size)
+    for rows in np.split(mine, range(batch_size, len(mine), batch_size)):
         made = [stream.row(int(row)) for row in rows]
         yield Batch(np.stack([row.tokens for row in made]), np.stack([row.mask for row in made]), rows)

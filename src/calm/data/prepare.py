@@ -17,9 +17,9 @@ from calm.data.readers import Block, DamagedSource
 from calm.data.shards import MANIFEST, VERSION, ShardWriter
 from calm.data.tokenizer import Tokenizer, load_tokenizer, round_trips, train_bpe
 from calm.data.workers import Options, encode, map_in_order
-from calm.data.workspace import PROGRESS, begin, claimed, clear, finished
+from calm.data.workspace import PROGRESS, begin, clear, finished
 from calm.errors import DataError
-from calm.files import write_json
+from calm.files import claimed, write_json
 
 SECONDS_BETWEEN_RECORDS = 2.0
 TOKENIZER_SAMPLE = 2**26  # bytes of training text that a BPE is trained on
@@ -70,7 +70,7 @@ def prepare(
         "sources": [[source.name, source.size, source.modified] for source in opened],
         "options": vars(options),
     }
-    with claimed(output):
+    with claimed(output, "calm prepare"):
         if manifest := finished(output, job, resume, overwrite):
             return manifest
         progress = begin(output, job, overwrite)

@@ -1,10 +1,7 @@
-"""The directory of a preparation: claimed by one process, begun, continued or cleared, never mixed up with others."""
+"""The directory of a preparation: begun, continued or cleared, never mixed up with others."""
 
-import fcntl
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +11,6 @@ from calm.errors import DataError
 from calm.files import TEMPORARY, write_json
 
 PROGRESS = "progress.json"
-
-
-@contextmanager
-def claimed(output: Path) -> Iterator[None]:
-    """One preparation at a time in a directory; the lock ends with the process, however it ends."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(output, os.O_RDONLY)
-    except (FileExistsError, NotADirectoryError):
-        raise DataError(f"{output} is a file, not a directory") from None
-    except OSError as error:
-        raise DataError(f"cannot write to {output}: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise DataError(f"another calm prepare is writing to {output}") from None
-    finally:
-        os.close(descriptor)
 
 
 def finished(output: Path, job: dict[str, Any], resume: bool, overwrite: bool) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from transformers.utils.generic import ModelOutput
 from calm.models.configuration import ChunkAutoencoderConfig
 from calm.models.posterior import Posterior, drop, floored_kl
 from calm.noise import RowNoise
-from calm.scores.vocabulary import vocabulary_cross_entropy
+from calm.scores.vocabulary import nearest_words, vocabulary_cross_entropy
 
 
 @dataclass
@@ -25,6 +25,12 @@ class AutoencoderOutput(ModelOutput):
     loss: Tensor | None = None  # reconstruction + kl_weight · KL
     reconstruction: Tensor | None = None  # nats a chunk
     kl: Tensor | None = None  # nats a chunk, floored
+
+
+def count_chunks(input_ids: Tensor, attention_mask: Tensor | None, chunk_size: int) -> Tensor:
+    """1 for each chunk that holds a real token, else 0: (B, L)."""
+    real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    return real.unflatten(1, (-1, chunk_size)).any(-1).float()
 
 
 class Layer(nn.Module):
@@ -112,25 +118,35 @@ class ChunkAutoencoder(PreTrainedModel):
         """(..., Z) → logits (..., K, V)."""
         return self.decoder(latents) @ self.embedding.weight.T
 
+    def reconstruct(self, latents: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens that latents stand for, and the nats that the true ones cost: (..., K) and (..., K)."""
+        states = self.decoder(latents)
+        ids, losses = nearest_words(states.flatten(0, -2), self.embedding.weight, chunks.flatten())
+        return ids.view_as(chunks), losses.view_as(chunks)
+
+    def sharded_parts(self) -> list[nn.Module]:
+        """Groups of their own under FSDP; the embedding, used at both ends, stays with the root."""
+        return [self.encoder, self.decoder]
+
     def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         noise: RowNoise | None = None,
         candidates: Tensor | None = None,
+        num_chunks: float | None = None,
     ) -> AutoencoderOutput:
         """The loss of §2 on rows of whole chunks (B, T). Chunks without a real token do not count.
 
-        `candidates` limits the softmax to some words (see scores.vocabulary). In eval mode nothing is dropped.
+        `candidates` limits the softmax to some words (see scores.vocabulary). The mean is over `num_chunks`, by
+        default those of this batch; a batch that is computed in parts gives the number of all its chunks.
+        In eval mode nothing is dropped.
         """
         config = self.config
         noise = noise or RowNoise.fresh(len(input_ids), input_ids.device)
         chunks = input_ids.unflatten(1, (-1, config.chunk_size))  # (B, L, K)
-        rows, length = chunks.shape[:2]
-        if attention_mask is None:
-            counted = torch.ones(rows, length, device=chunks.device)
-        else:
-            counted = attention_mask.unflatten(1, (-1, config.chunk_size)).any(-1).float()  # (B, L)
+        length = chunks.shape[1]
+        counted = count_chunks(input_ids, attention_mask, config.chunk_size)  # (B, L)
 
         shown = chunks
         if self.training and config.token_dropout:
@@ -144,12 +160,12 @@ class ChunkAutoencoder(PreTrainedModel):
             latents = drop(latents, noise.uniform(length, config.latent_size), config.latent_dropout)
 
         states = self.decoder(latents).flatten(0, 2)  # (B·L·K, d)
-        weights = (counted / counted.sum().clamp(min=1)).repeat_interleave(config.chunk_size)
+        counted = counted / (num_chunks or counted.sum().clamp(min=1))
+        weights = counted.flatten().repeat_interleave(config.chunk_size)
         reconstruction = vocabulary_cross_entropy(states, self.embedding.weight, chunks.flatten(), weights, candidates)
         kl = reconstruction.new_zeros(())
         if config.variational:
-            chunk_kl = floored_kl(posterior.float(), config.kl_floor)
-            kl = (chunk_kl * counted).sum() / counted.sum().clamp(min=1)
+            kl = (floored_kl(posterior.float(), config.kl_floor) * counted).sum()
         return AutoencoderOutput(reconstruction + config.kl_weight * kl, reconstruction, kl)
 
 

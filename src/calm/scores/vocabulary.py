@@ -20,15 +20,17 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         rows = max(1, SLICE_ELEMENTS // len(words))
         for start in range(0, len(targets), rows):
             here = slice(start, start + rows)
-            logits = (states[here] @ words.T).float()  # (rows, V)
+            with torch.autocast(states.device.type, enabled=False):
+                logits = (states[here] @ words.T).float()  # (rows, V)
             normaliser = logits.logsumexp(-1)
             index = targets[here, None]
             total += ((normaliser - logits.gather(1, index)[:, 0]) * weights[here]).sum()
             gradient = logits.sub_(normaliser[:, None]).exp_()  # the probabilities, until the next line
             gradient.scatter_add_(1, index, gradient.new_full(index.shape, -1.0))
             gradient = gradient.mul_(weights[here, None]).to(states.dtype)
-            torch.mm(gradient, words, out=grad_states[here])
-            grad_words += (gradient.T @ states[here]).float()
+            with torch.autocast(states.device.type, enabled=False):
+                grad_states[here] = gradient @ words
+                grad_words += (gradient.T @ states[here]).float()
         ctx.save_for_backward(grad_states, grad_words.to(words.dtype))
         return total
 
@@ -48,4 +50,20 @@ def vocabulary_cross_entropy(
     """
     if candidates is not None:
         words, targets = words[candidates], torch.searchsorted(candidates, targets)
+    if torch.is_autocast_enabled(states.device.type):
+        dtype = torch.get_autocast_dtype(states.device.type)
+        states, words = states.to(dtype), words.to(dtype)
     return cast(Tensor, _SlicedCrossEntropy.apply(states, words, targets, weights))
+
+
+@torch.no_grad()
+def nearest_words(states: Tensor, words: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The most probable word of each state, and -log probability of its target: (n,) and (n,)."""
+    ids, losses = torch.empty_like(targets), torch.empty(len(targets), device=states.device)
+    rows = max(1, SLICE_ELEMENTS // len(words))
+    for start in range(0, len(targets), rows):
+        here = slice(start, start + rows)
+        logits = (states[here] @ words.T).float()
+        ids[here] = logits.argmax(-1)
+        losses[here] = logits.logsumexp(-1) - logits.gather(1, targets[here, None])[:, 0]
+    return ids, losses

@@ -1,0 +1,88 @@
+"""How well an autoencoder gives back what it was given (§2): from the mean, under its own noise, and under more.
+
+Sums and counts are gathered over batches and processes and divided last.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calm.data.loader import Batch, mix
+from calm.models.autoencoder import ChunkAutoencoder
+from calm.noise import RowNoise
+
+COLLAPSED = 0.01  # nats: a dimension whose posterior is this close to the prior says nothing
+EXTRA_NOISE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+
+
+def evaluate_reconstruction(
+    model: ChunkAutoencoder,
+    batches: Iterable[Batch],
+    *,
+    extra_noise: tuple[float, ...] = EXTRA_NOISE,
+    seed: int = 0,
+    reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
+) -> dict[str, Any]:
+    """Accuracies in [0, 1], mean sigma, collapsed dimensions and bits a chunk.
+
+    `reduce` adds up tensors over processes. The noise of a row depends on `seed` and the row's number alone.
+    """
+    names = ["mean", "sample", *(f"extra {scale}" for scale in extra_noise)]
+    right = {name: torch.zeros(2, dtype=torch.float64) for name in names}  # tokens, chunks
+    totals = torch.zeros(5, dtype=torch.float64)  # tokens, chunks, sum of std, nats of tokens, nats of KL
+    kl = torch.zeros(model.config.latent_size, dtype=torch.float64)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        for batch in batches:
+            chunks, real = _chunks(model, batch.tokens), _chunks(model, batch.mask)  # (B, L, K)
+            real[torch.from_numpy(batch.rows > 0), 0] = False  # a row begins with the last chunk of the one before
+            counted = real.any(-1)  # (B, L)
+            noise = RowNoise([int(seed) for seed in mix(seed, batch.rows) >> 1], chunks.device)
+            posterior = model.encode(chunks).float()
+            draw = (chunks.shape[1], model.config.latent_size)
+            sample = posterior.sample(noise.normal(*draw))
+            latents = {"mean": posterior.mean, "sample": sample}
+            for scale in extra_noise:
+                latents[f"extra {scale}"] = sample + scale * noise.normal(*draw)
+            for name, latent in latents.items():
+                ids, nats = model.reconstruct(latent.to(model.dtype), chunks)
+                hits = (ids == chunks) | ~real
+                whole = hits.all(-1) & counted
+                right[name] += torch.stack([(hits & real).sum(), whole.sum()]).cpu()
+                if name == "sample":
+                    totals[3] += (nats * counted[..., None]).sum().cpu()
+            totals[:3] += torch.stack([real.sum(), counted.sum(), posterior.std[counted].sum()]).cpu()
+            if model.config.variational:
+                kl += posterior.kl()[counted].sum(0).cpu()
+    model.train(was_training)
+    totals[4] = kl.sum()
+    right = {name: reduce(sums) for name, sums in right.items()}
+    totals, kl = reduce(totals), reduce(kl)
+    tokens, chunks, std, nats, kl_nats = totals.tolist()
+    accuracy = {name: (sums / totals[:2].clamp(min=1)).tolist() for name, sums in right.items()}
+    chunks = max(chunks, 1.0)
+    return {
+        "tokens": int(tokens),
+        "chunks": int(chunks),
+        "token_accuracy": accuracy["sample"][0],
+        "chunk_accuracy": accuracy["sample"][1],
+        "token_accuracy_from_mean": accuracy["mean"][0],
+        "chunk_accuracy_from_mean": accuracy["mean"][1],
+        "mean_sigma": std / chunks / model.config.latent_size,
+        "collapsed_dimensions": int((kl / chunks < COLLAPSED).sum()) if model.config.variational else 0,
+        "latent_size": model.config.latent_size,
+        "kl_bits_per_chunk": kl_nats / chunks / math.log(2) if model.config.variational else None,
+        "reconstruction_bits_per_chunk": nats / chunks / math.log(2),
+        "robustness": [
+            {"extra_noise": scale, "token_accuracy": accuracy[name][0], "chunk_accuracy": accuracy[name][1]}
+            for scale, name in zip((0.0, *extra_noise), names[1:], strict=True)
+        ],
+    }
+
+
+def _chunks(model: ChunkAutoencoder, rows) -> Tensor:
+    return torch.from_numpy(rows).to(model.device).unflatten(1, (-1, model.config.chunk_size))

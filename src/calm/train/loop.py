@@ -1,0 +1,285 @@
+"""The training loop: one for every stage, one process or many, interrupted and continued at any step.
+
+    batch of step s → parts → forward, backward → clip → AdamW → now and then: log, evaluate, checkpoint
+
+Step s depends on (seed, s) and the parameters alone, so a run that is continued is the run that was not interrupted.
+"""
+
+import math
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.nn.utils import clip_grad_norm_
+
+from calm.config import CONFIG_FILE, RunConfig, load_config, save_config
+from calm.data.loader import mix
+from calm.errors import ConfigError, UserError
+from calm.files import claimed, write_json
+from calm.train.checkpoint import Checkpoints, initialise_moments, load, state_of, versions
+from calm.train.distributed import Processes, processes, shard, whole
+from calm.train.optimizer import adamw, learning_rate
+from calm.train.speed import Speed
+from calm.train.stages import STAGES
+from calm.train.tracking import Tracker, plot_losses
+
+MOST_SKIPPED = 10  # steps in a row without a finite loss and gradient before a run gives up
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class TrainingStopped(UserError):
+    """A signal asked the run to stop; everything is saved."""
+
+    def __init__(self, message: str, signum: int):
+        super().__init__(message)
+        self.exit_code = 128 + signum
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a progress line needs."""
+
+    step: int
+    steps: int
+    metrics: dict[str, float]
+
+
+def train(
+    config: RunConfig,
+    output: Path | str,
+    *,
+    resume: bool = False,
+    report: Callable[[Report], None] = lambda _: None,
+    warn: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Train what `config` describes in the directory `output`; returns a summary."""
+    output = Path(output)
+    with processes() as among, claimed(output, "calm train") if among.is_first else nullcontext():
+        problem = _begin(config, output, resume) if among.is_first else None
+        if problem := among.share(problem):
+            raise ConfigError(problem)
+        silent: Callable[[Any], None] = lambda _: None  # noqa: E731
+        if not among.is_first:
+            report = warn = silent
+        return _Run(config, output, among, report, warn).run()
+
+
+def _begin(config: RunConfig, output: Path, resume: bool) -> str | None:
+    """Take the directory for this run; what is wrong with that, or None."""
+    found = sorted(path.name for path in output.iterdir())
+    if found and CONFIG_FILE not in found:
+        return f"{output} holds files that calm train did not make ({', '.join(found[:3])}); name another directory"
+    if found and not resume:
+        return f"{output} holds a run; continue it with --resume, or name another directory"
+    if found:
+        before = load_config(str(output / CONFIG_FILE))
+        different = [name for name in RunConfig.model_fields if getattr(before, name) != getattr(config, name)]
+        if other := [name for name in different if name != "train"]:
+            return f"{output} holds another run: it differs in {', '.join(other)}; only train.* may change on --resume"
+    save_config(config, output)
+    return None
+
+
+class _Run:
+    def __init__(self, config: RunConfig, output: Path, among: Processes, report, warn):
+        self.config, self.output, self.among, self.report, self.warn = config, output, among, report, warn
+        self.stopped_by: int | None = None
+        self.skipped = self.skipped_in_a_row = 0
+        self.measures: dict[str, float] = {}  # of the last evaluation
+
+    def run(self) -> dict[str, Any]:
+        settings, optimizer = self.config.train, self.config.optimizer
+        torch.manual_seed(self.config.seed)
+        self.stage = STAGES[self.config.stage](self.config, self.among)
+        self._check_memory()
+        self.model: Any = self.stage.model
+        self.model.to(self.among.device)
+        self.model.train()
+        if settings.gradient_checkpointing:
+            self._checkpoint_gradients()
+        shard(self.model, self.among)
+        self.optimizer = adamw(self.model, optimizer.betas, optimizer.eps, optimizer.weight_decay)
+        self.compute = self._compiled() if settings.compile else self.model
+        record = {"config": self.config.model_dump(mode="json"), "random": {"seed": self.config.seed}}
+        self.checkpoints = Checkpoints(
+            self.output / "checkpoints", settings.keep_checkpoints, self.among, record, self.warn
+        )
+        start = self._resume()
+        self.tracker = Tracker(
+            self.output,
+            first=self.among.is_first,
+            step=start,
+            tensorboard=settings.tensorboard,
+            wandb=settings.wandb,
+            config=record["config"],
+        )
+        try:
+            with _signals(self._stop):
+                self._steps(start)
+            return self._finish()
+        finally:
+            self.checkpoints.close()
+            self.tracker.close()
+
+    def _stop(self, signum: int) -> None:
+        self.stopped_by = signum
+
+    def _resume(self) -> int:
+        newest = self.checkpoints.newest()
+        if newest is None:
+            return 0
+        path, record = newest
+        initialise_moments(self.optimizer)
+        load(path, state_of(self.model, self.optimizer), self.among)
+        return record["step"]
+
+    def _steps(self, start: int) -> None:
+        settings = self.config.train
+        speed = Speed(self.stage.tokens_per_step, self.among, DTYPES[settings.precision])
+        if start < settings.steps:
+            speed.count_flops(self.model, self.stage.parts(self.stage.read(start)))
+        with ThreadPoolExecutor(1) as ahead:  # the next batch is read while this one is computed
+            batch = ahead.submit(self.stage.read, start)
+            for step in range(start, settings.steps):
+                parts = self.stage.parts(batch.result())
+                batch = ahead.submit(self.stage.read, step + 1)
+                self._after(step + 1, self._step(step, parts), speed)
+
+    def _after(self, done: int, metrics: dict[str, float], speed: Speed) -> None:
+        """Log, evaluate, save and leave, where it is time for it."""
+        settings, last = self.config.train, done == self.config.train.steps
+        if done % settings.log_every == 0 or last:
+            metrics |= speed.since_last(done)
+            self.tracker.log(done, metrics)
+        if done % settings.evaluate_every == 0 or last:
+            with speed.paused():
+                self.measures = self.stage.evaluate()
+            self.tracker.log(done, self.measures)
+        self.report(Report(done, settings.steps, {**speed.last, **self.measures, **metrics}))
+        stopped = self.among.any(self.stopped_by is not None)
+        if done % settings.checkpoint_every == 0 or last or stopped:
+            self.checkpoints.save(done, state_of(self.model, self.optimizer), self.measures.get("score"))
+        if stopped and not last:
+            self._leave(done)
+
+    def _step(self, step: int, parts: list[dict[str, Any]]) -> dict[str, float]:
+        """One optimizer step on the global batch; returns what to log."""
+        settings = self.config.optimizer
+        torch.manual_seed(int(mix(self.config.seed, 6, step) >> 1))  # for dropout inside of libraries
+        sums: dict[str, Any] = {}
+        for number, part in enumerate(parts):
+            if self.among.size > 1:
+                self.model.set_requires_gradient_sync(number == len(parts) - 1)  # pyright: ignore
+            with torch.autocast(self.among.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16"):
+                output = self.compute(**part)
+            (output.loss * self.among.size).backward()  # FSDP takes the mean over processes
+            for name, value in output.items():
+                sums[name] = sums.get(name, 0.0) + value.detach()
+        metrics = dict(zip(sums, self.among.sum(*(float(value) for value in sums.values())), strict=True))
+        norm = whole(clip_grad_norm_(self.model.parameters(), settings.gradient_clip)).item()
+        rate = learning_rate(
+            step, self.config.train.steps, settings.learning_rate, settings.warmup_steps, settings.schedule
+        )
+        if math.isfinite(metrics["loss"]) and math.isfinite(norm):
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.skipped_in_a_row = 0
+        else:
+            self._skip(step, metrics["loss"], norm)
+        self.optimizer.zero_grad()
+        return {**metrics, "gradient_norm": norm, "learning_rate": rate, "skipped_steps": self.skipped}
+
+    def _skip(self, step: int, loss: float, norm: float) -> None:
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        self.warn(f"step {step} skipped: loss {loss}, gradient norm {norm}")
+        if self.skipped_in_a_row >= MOST_SKIPPED:
+            raise UserError(
+                f"{MOST_SKIPPED} steps in a row, up to step {step}, had a loss or gradient that is not finite; the "
+                f"checkpoints in {self.output / 'checkpoints'} are from before. A lower optimizer.learning_rate, a "
+                "longer warm-up or train.precision=fp32 usually helps"
+            )
+
+    def _leave(self, step: int) -> None:
+        saved = self.checkpoints.wait()
+        state = f"saved at step {step}; --resume continues" if saved else "the last step could not be saved"
+        assert self.stopped_by is not None or self.among.size > 1
+        raise TrainingStopped(f"stopped: {state}", self.stopped_by or signal.SIGTERM)
+
+    def _finish(self) -> dict[str, Any]:
+        """Write the model, the record of the run and its plot; return the summary."""
+        steps = self.config.train.steps
+        if not self.checkpoints.wait():
+            raise UserError("the last checkpoint could not be written; make room and run again with --resume")
+        measures = self.measures or self.stage.evaluate()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(self.model, options=options)
+        summary = {
+            "steps": steps,
+            "tokens": steps * self.stage.tokens_per_step,
+            "skipped_steps": self.skipped,
+            **measures,
+        }
+        if self.among.is_first:
+            model, aside = self.output / "model", self.output / "model.writing"
+            shutil.rmtree(aside, ignore_errors=True)
+            self.stage.model.save_pretrained(aside, state_dict=weights)
+            self.stage.save_extras(aside)
+            shutil.rmtree(model, ignore_errors=True)
+            aside.rename(model)
+            write_json(self.output / "run.json", {"summary": summary, "versions": versions()})
+            plot_losses(self.output)
+        return summary
+
+    def _compiled(self) -> Any:
+        if self.among.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+            self.warn("train.compile needs a C++ compiler, and there is none; going on without it")
+            return self.model
+        return torch.compile(self.model)
+
+    def _checkpoint_gradients(self) -> None:
+        if not self.model.supports_gradient_checkpointing:
+            raise ConfigError(f"train.gradient_checkpointing: the {self.config.stage} has no backbone to checkpoint")
+        self.model.gradient_checkpointing_enable()
+
+    def _check_memory(self) -> None:
+        needed, free = self.stage.estimated_memory(), _free_memory(self.among.device)
+        if free is not None and needed > free:
+            self.warn(
+                f"about {needed / 1e9:.1f} GB will be needed and {free / 1e9:.1f} GB are free; a larger "
+                "train.accumulation or a smaller data.batch_size needs less"
+            )
+
+
+def _free_memory(device: torch.device) -> float | None:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    (line,) = [line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable")]
+    return int(line.split()[1]) * 1024
+
+
+@contextmanager
+def _signals(stop: Callable[[int], None]) -> Iterator[None]:
+    """SIGTERM and Ctrl-C ask to stop after the step under way; a second one stops at once."""
+
+    def handle(signum: int, _frame: Any) -> None:
+        stop(signum)
+        signal.signal(signum, before[signum])
+
+    before: dict[int, Any] = {signum: signal.signal(signum, handle) for signum in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

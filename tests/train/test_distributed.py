@@ -1,0 +1,35 @@
+"""Two processes compute what one computes, and continue one another's checkpoints."""
+
+import shutil
+
+from tests.train.conftest import metrics, run
+
+
+def succeed(*arguments, **kwargs):
+    done = run(*arguments, **kwargs)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def test_two_processes_equal_one_and_continue_each_other(recipe, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    succeed(recipe, one)
+    succeed(recipe, two, processes=2)
+    alone, together = metrics(one), metrics(two)
+    assert sorted(together) == list(range(1, 31))
+    assert max(abs(alone[step] - together[step]) for step in alone) < 1e-5 * max(alone.values())
+    assert metrics(one, "score").keys() == metrics(two, "score").keys()
+    for first, processes in ((one, 2), (two, 1)):
+        # As if the run had been interrupted after step 10 or 20: the last checkpoint is gone.
+        shutil.rmtree(first / "checkpoints" / "step-00000030")
+        shutil.rmtree(first / "model")
+        succeed(recipe, first, "--resume", processes=processes)
+        continued = metrics(first)
+        assert max(abs(alone[step] - continued[step]) for step in alone) < 1e-5 * max(alone.values())
+        assert (first / "model" / "model.safetensors").exists()
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(recipe, tmp_path):
+    done = run(recipe, tmp_path / "run", "--set", "data.batch_size=5", processes=2)
+    assert done.returncode != 0
+    assert "batch_size must be a positive multiple of the number of processes, but 5 is none of 2" in done.stderr

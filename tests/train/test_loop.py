@@ -1,0 +1,259 @@
+"""The training loop in one process: it learns, it continues to the same bits, it survives what can go wrong."""
+
+import errno
+import json
+import shutil
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from calm.config import load_config
+from calm.errors import UserError
+from calm.files import sha256_of
+from calm.train import checkpoint as checkpoint_module
+from calm.train import loop
+from calm.train.checkpoint import damage
+from calm.train.loop import train
+from tests.train.conftest import command, metrics, run
+
+
+def weights(output):
+    return load_file(output / "model" / "model.safetensors")
+
+
+def assert_same_weights(one, other):
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+def settings(recipe, *more):
+    return load_config(str(recipe), list(more))
+
+
+def test_it_learns_and_leaves_what_it_should(recipe, tmp_path):
+    summary = train(settings(recipe, "train.steps=60", "train.tensorboard=true"), tmp_path / "run")
+    losses = metrics(tmp_path / "run")
+    assert sorted(losses) == list(range(1, 61))
+    assert np.mean([losses[s] for s in range(51, 61)]) < 0.8 * losses[1]
+    assert summary["steps"] == 60
+    found = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "run.json", "loss.png", "model", "checkpoints", "tensorboard"} <= found
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["versions"]["torch"] == torch.__version__
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) <= 3  # the last two and the best
+    from transformers import AutoModel, AutoTokenizer
+
+    import calm  # noqa: F401
+
+    model = AutoModel.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "run" / "model"))
+
+
+def test_accumulation_changes_nothing(recipe, tmp_path):
+    train(settings(recipe), tmp_path / "whole")
+    train(settings(recipe, "train.accumulation=4"), tmp_path / "parts")
+    whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
+    assert max(abs(whole[s] - parts[s]) for s in whole) < 1e-4  # the order of additions differs
+
+
+def test_kill_9_at_random_steps_and_continue_to_the_same_bits(recipe, tmp_path):
+    train(settings(recipe), tmp_path / "whole")
+    rng = np.random.default_rng(0)
+    output = tmp_path / "killed"
+    killed = 0
+    for _ in range(3):
+        process = subprocess.Popen(
+            command(recipe, output, "--resume"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        wait_for(output / "checkpoints", process, more_than=killed)
+        time.sleep(rng.uniform(0, 0.1))
+        killed += process.poll() is None
+        process.kill()
+        process.wait()
+    assert killed
+    train(settings(recipe), output, resume=True)
+    assert_same_weights(tmp_path / "whole", output)
+    assert metrics(tmp_path / "whole") == metrics(output)
+
+
+def wait_for(checkpoints, process, more_than):
+    """Until the run has written another checkpoint, or has ended."""
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        if len(list(checkpoints.glob("step-????????"))) > min(more_than, 1):
+            return
+        time.sleep(0.005)
+
+
+def test_killed_while_saving(recipe, tmp_path):
+    """A run that dies between the shards and the rename leaves a directory that is not taken for a checkpoint."""
+    train(settings(recipe), tmp_path / "whole")
+    code = (
+        "import os, calm.train.checkpoint as c; real = c.write_json\n"
+        "def die(path, value):\n"
+        "    if value['step'] == 20: os.kill(os.getpid(), 9)\n"
+        "    real(path, value)\n"
+        "c.write_json = die\n"
+        "from calm.cli import main; main()"
+    )
+    output = tmp_path / "killed"
+    full = command(recipe, output)
+    done = subprocess.run([full[0], "-c", code, *full[3:]], capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert (output / "checkpoints" / "step-00000020.writing").exists()
+    train(settings(recipe), output, resume=True)
+    assert not list((output / "checkpoints").glob("*.writing"))
+    assert_same_weights(tmp_path / "whole", output)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signals_save_and_exit(recipe, tmp_path, signum):
+    output = tmp_path / "run"
+    long = ["--set", "train.steps=100000", "--set", "train.checkpoint_every=100000"]
+    process = subprocess.Popen(
+        command(recipe, output, *long), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while not (output / "metrics.jsonl").exists() or (output / "metrics.jsonl").stat().st_size < 2000:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(signum)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum
+    assert "stopped: saved at step" in said
+    assert "Traceback" not in said
+    (saved,) = (output / "checkpoints").iterdir()
+    assert damage(saved) is None
+    assert f"saved at step {int(saved.name.removeprefix('step-'))};" in said
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(recipe, tmp_path):
+    train(settings(recipe), tmp_path / "whole")
+    output = tmp_path / "run"
+    train(settings(recipe, "train.steps=20"), output)
+    newest = output / "checkpoints" / "step-00000020"
+    (shard,) = newest.glob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-3] ^= 1
+    shard.write_bytes(content)
+    said = []
+    # The schedule of 30 steps differs from that of 20 in its last steps, so continue from step 10 with 20 steps.
+    train(settings(recipe, "train.steps=20"), output, resume=True, warn=said.append)
+    assert any("step-00000020 is damaged (the checksum of" in message for message in said)
+    assert damage(newest) is None
+
+
+def test_continuing_a_finished_run_does_no_step(recipe, tmp_path):
+    train(settings(recipe), tmp_path / "run")
+    before = sha256_of(tmp_path / "run" / "model" / "model.safetensors")
+    train(settings(recipe), tmp_path / "run", resume=True)
+    assert sha256_of(tmp_path / "run" / "model" / "model.safetensors") == before
+    assert sorted(metrics(tmp_path / "run")) == list(range(1, 31))
+
+
+def test_a_full_disk_at_saving_keeps_the_checkpoint_before(recipe, tmp_path, monkeypatch):
+    real = checkpoint_module._save
+
+    def full(state, path, among):
+        if "step-00000020" in path.name:
+            path.mkdir()
+            (path / "half").write_text("x")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(state, path, among)
+
+    monkeypatch.setattr(checkpoint_module, "_save", full)
+    said = []
+    train(settings(recipe), tmp_path / "run", warn=said.append)
+    assert any("step 20: [Errno 28] No space left on device); earlier ones are kept" in message for message in said)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "step-00000010",
+        "step-00000030",
+    ]
+
+
+def test_steps_without_a_finite_loss_are_skipped_and_counted(recipe, tmp_path, monkeypatch):
+    real = loop._Run._step
+
+    def step(self, number, parts):
+        if number in (3, 4):
+            for part in parts:
+                part["num_chunks"] = float("nan")
+        return real(self, number, parts)
+
+    monkeypatch.setattr(loop._Run, "_step", step)
+    said = []
+    summary = train(settings(recipe), tmp_path / "run", warn=said.append)
+    assert summary["skipped_steps"] == 2
+    assert [message for message in said if message.startswith("step 3 skipped: loss nan")]
+    assert all(torch.isfinite(value).all() for value in weights(tmp_path / "run").values())
+
+
+def test_ten_skipped_steps_in_a_row_end_the_run(recipe, tmp_path):
+    with pytest.raises(UserError, match="10 steps in a row, up to step .*learning_rate"):
+        train(settings(recipe, "optimizer.learning_rate=1e30", "optimizer.warmup_steps=0"), tmp_path / "run")
+
+
+def test_bf16_and_compile_run(recipe, tmp_path):
+    train(settings(recipe, "train.precision=bf16", "train.steps=12"), tmp_path / "bf16")
+    assert metrics(tmp_path / "bf16")[12] < metrics(tmp_path / "bf16")[1]
+
+
+def test_compile_without_a_compiler_goes_on(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    said = []
+    train(settings(recipe, "train.compile=true", "train.steps=3"), tmp_path / "run", warn=said.append)
+    assert said == ["train.compile needs a C++ compiler, and there is none; going on without it"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--set", "train.steps=0"], "train.steps: input should be greater than or equal to 1, not 0"),
+        (["--set", "optimizer.learning_rate=-1"], "optimizer.learning_rate: input should be greater than 0, not -1"),
+        (["--set", "data.sets.0.path=nowhere"], "nowhere is not a prepared data set (no such directory)"),
+        (["--set", "train.gradient_checkpointing=true"], "has no backbone to checkpoint"),
+        (["--set", "stage=decoder"], "stage: input should be 'autoencoder'"),
+    ],
+)
+def test_bad_recipes(recipe, tmp_path, more, message):
+    done = run(recipe, tmp_path / "run", *more)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_directories_of_other_runs(recipe, tmp_path):
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.tex").write_text("work")
+    with pytest.raises(UserError, match=r"did not make \(thesis.tex\)"):
+        train(settings(recipe), tmp_path / "foreign")
+    train(settings(recipe, "train.steps=2"), tmp_path / "run")
+    with pytest.raises(UserError, match="holds a run; continue it with --resume"):
+        train(settings(recipe, "train.steps=2"), tmp_path / "run")
+    with pytest.raises(UserError, match="it differs in seed, optimizer"):
+        train(settings(recipe, "seed=3", "optimizer.eps=1e-4"), tmp_path / "run", resume=True)
+
+
+def test_sets_with_different_tokenizers(recipe, jsonl, tmp_path):
+    from calm.data.prepare import prepare
+    from calm.data.workers import Options
+
+    prepare([str(jsonl)], tmp_path / "other", Options("bpe:300", validation_share=0.2), workers=1)
+    config = load_config(str(recipe))
+    sets = [*config.data.sets, config.data.sets[0].model_copy(update={"path": tmp_path / "other"})]
+    config = config.model_copy(update={"data": config.data.model_copy(update={"sets": sets})})
+    with pytest.raises(UserError, match="were prepared with different tokenizers"):
+        train(config, tmp_path / "run")
+
+
+def test_too_little_memory_is_a_warning(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "_free_memory", lambda _: 1000.0)
+    said = []
+    train(settings(recipe, "train.steps=2"), tmp_path / "run", warn=said.append)
+    assert "GB are free; a larger train.accumulation" in said[0]
