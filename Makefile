@@ -39,6 +39,7 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/preparation.py
+	$(BIN)/python benchmarks/training_overhead.py
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict --quiet

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 from calm.data.prepare import prepare
-from calm.data.workers import Options
+from calm.data.workers import PrepareOptions
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network, and none should wait for one
 settings.register_profile("calm", deadline=None, max_examples=50, derandomize=True)
@@ -57,7 +57,7 @@ def jsonl(texts, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def prepared(jsonl, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("prepared") / "data"
-    options = Options("bpe:400", validation_share=0.2, test_share=0.1, shard_tokens=300)
+    options = PrepareOptions("bpe:400", validation_share=0.2, test_share=0.1, shard_tokens=300)
     prepare([str(jsonl)], output, options, workers=1)
     return output
 
@@ -68,6 +68,6 @@ def calm():
 
     def run(*arguments: object, **kwargs) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "calm", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, **kwargs)
+        return subprocess.run(command, capture_output=True, text=True, **{"timeout": 300, **kwargs})
 
     return run

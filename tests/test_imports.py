@@ -11,7 +11,8 @@ PACKAGE = Path(calm.__file__).parent
 
 # Each part may import those before it. `errors`, `files` and `noise` belong to everybody.
 ORDER = [
-    {"errors", "files", "noise", "_auto"},
+    {"errors", "noise", "_auto"},
+    {"files"},
     {"data", "scores"},
     {"models", "heads"},
     {"sampling"},

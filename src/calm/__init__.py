@@ -16,6 +16,7 @@ _NAMES = {
     "ChunkAutoencoderConfig": "calm.models.configuration",
     "Posterior": "calm.models.posterior",
     "PreparedData": "calm.data.shards",
+    "PrepareOptions": "calm.data.workers",
     "prepare": "calm.data.prepare",
 }
 

@@ -89,11 +89,11 @@ def prepare(
     """
     from calm import console
     from calm.data.prepare import prepare as run
-    from calm.data.workers import Options
+    from calm.data.workers import PrepareOptions
 
     if resume and overwrite:
         raise UserError("--resume continues and --overwrite begins anew; give one of them")
-    chosen = Options(tokenizer, text_field, validation_share, test_share, document_size, shard_tokens)
+    chosen = PrepareOptions(tokenizer, text_field, validation_share, test_share, document_size, shard_tokens)
     with console.preparation_progress() as report:
         manifest = run(
             sources,
@@ -144,8 +144,12 @@ def train(
     from calm.config import load_config
 
     resolved = load_config(recipe, settings)  # before torch is imported: a mistake is told at once
+    from transformers.utils import logging
+
     from calm import console
     from calm.train.loop import train as run
+
+    logging.disable_progress_bar()
 
     first = os.environ.get("RANK", "0") == "0"
     with console.training_progress(enabled=first) as report:

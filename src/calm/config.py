@@ -98,7 +98,7 @@ class RunConfig(Section):
     """One run."""
 
     stage: Literal["autoencoder"] = "autoencoder"
-    seed: int = Field(0, ge=0, description="everything random in a run follows from it")
+    seed: int = Field(0, ge=0, lt=2**63, description="everything random in a run follows from it")
     data: Data
     autoencoder: Autoencoder = Autoencoder()  # pyright: ignore[reportCallIssue]
     optimizer: Optimizer = Optimizer()  # pyright: ignore[reportCallIssue]

@@ -54,9 +54,11 @@ def claimed(directory: Path, by: str) -> Iterator[None]:
         raise UserError(f"cannot write to {directory}: {error.strerror}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         os.close(descriptor)
-        raise UserError(f"another {by} is writing to {directory}") from None
+        if isinstance(error, BlockingIOError):
+            raise UserError(f"another {by} is writing to {directory}") from None
+        raise UserError(f"{directory} cannot be locked ({error.strerror}); name one on another file system") from error
     try:
         yield
     finally:

@@ -66,7 +66,7 @@ def test_small_reads_change_nothing(tmp_path, monkeypatch):
     assert read(lines) == expected
 
 
-@given(st.lists(st.text(alphabet="ab\n\r é漢", max_size=40), max_size=20), st.integers(4, 60))
+@given(st.lists(st.text(alphabet="ab\n\r é漢🙂", max_size=40), max_size=20), st.integers(4, 60))
 def test_plain_text_is_cut_without_loss(tmp_path_factory, paragraphs, document_size):
     path = tmp_path_factory.mktemp("txt") / "a.txt"
     content = "\n\n".join(paragraphs)
@@ -154,17 +154,20 @@ def test_truncated_files_give_what_they_have(tmp_path, packing):
 
     with pytest.raises(readers.DamagedSource, match=f"a.jsonl{packing} ends too early or is damaged after"):
         read_on()
-    assert len(seen) > 50_000
+    # Two thirds of the file are there; zstd's second frame needs its last block to be whole.
+    assert len(seen) > 0.45 * len(noise)
+    assert seen == [str(i) for i in noise[: len(seen)]]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl.gz", b"not gzip at all", "is not a gzip file"),
-        ("a.jsonl.zst", b"not zstd at all", "ends too early or is damaged"),
+        ("a.jsonl.gz", b"not gzip at all", "is not a .gz file, or is damaged"),
+        ("a.jsonl.zst", b"not zstd at all", "is not a .zst file, or is damaged"),
         ("a.parquet", b"not parquet", "is not a parquet file"),
         ("a.json", b'[{"text": "a"}, {oops', "document 2: not JSON"),
-        ("a.json", b'["caf\xe9"]', "not valid UTF-8 at byte 5"),
+        ("a.json", b'["caf\xe9"]', "a.json: not valid UTF-8 at byte 5"),
+        ("a.json", b'[{"text": "a"}, {"text": "b"}', "the array has no end"),
         ("a.exe", b"", "cannot tell what"),
     ],
 )

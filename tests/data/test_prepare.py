@@ -10,6 +10,7 @@ import sys
 import time
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,12 +18,12 @@ from hypothesis import strategies as st
 from calm.data import prepare as module
 from calm.data.prepare import prepare
 from calm.data.shards import MANIFEST, PreparedData, ShardWriter
-from calm.data.workers import Options
+from calm.data.workers import PrepareOptions
 from calm.data.workspace import PROGRESS
 from calm.errors import DataError, UserError
 from calm.files import sha256_of
 
-OPTIONS = Options("bpe:400", validation_share=0.2, test_share=0.1, shard_tokens=300)
+OPTIONS = PrepareOptions("bpe:400", validation_share=0.2, test_share=0.1, shard_tokens=300)
 
 
 def contents(directory) -> dict[str, str]:
@@ -99,7 +100,7 @@ def reference(corpus, tmp_path_factory):
     return contents(output)
 
 
-OPTIONS_BIG = Options("bpe:1000", validation_share=0.05, shard_tokens=200_000)
+OPTIONS_BIG = PrepareOptions("bpe:1000", validation_share=0.05, shard_tokens=200_000)
 
 
 def start(corpus, output, *more):
@@ -151,13 +152,44 @@ def test_killed_again_and_again_it_ends_in_the_same_bytes(corpus, reference, tmp
 def test_ctrl_c_is_one_line_and_leaves_no_worker(corpus, tmp_path):
     process = start(corpus, tmp_path / "data", "--workers", "2")
     time.sleep(2.5)
+    workers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
     if process.returncode == 0:
         pytest.skip("the machine was faster than the signal")
     assert process.returncode == 130
     assert "Traceback" not in said
     assert said.strip().splitlines()[-1].startswith("calm: interrupted")
+
+
+def test_killed_the_parent_takes_its_workers_along(corpus, tmp_path):
+    process = start(corpus, tmp_path / "data", "--workers", "2")
+    workers = []
+    while len(workers) < 2 and process.poll() is None:
+        workers = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
+
+
+def test_a_directory_that_was_being_cleared_is_still_ours(jsonl, tmp_path):
+    output = tmp_path / "data"
+    prepare([str(jsonl)], output, OPTIONS, workers=1)
+    whole = contents(output)
+    (output / MANIFEST).rename(output / PROGRESS)  # what a kill in the middle of --overwrite leaves
+    (output / PROGRESS).write_text('{"job": null}')
+    with pytest.raises(DataError, match="begin anew with --overwrite"):
+        prepare([str(jsonl)], output, OPTIONS, workers=1, resume=True)
+    prepare([str(jsonl)], output, OPTIONS, workers=1, overwrite=True)
+    assert contents(output) == whole
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "progress.json.tmp").write_text("{")  # what a kill at the very beginning leaves
+    prepare([str(jsonl)], tmp_path / "new", OPTIONS, workers=1)
+    assert contents(tmp_path / "new") == whole
 
 
 def test_two_at_once(corpus, tmp_path):
@@ -175,7 +207,7 @@ def test_directories_of_other_runs_are_refused(jsonl, prepared, tmp_path):
         prepare([str(jsonl)], prepared, OPTIONS)
     assert prepare([str(jsonl)], prepared, OPTIONS, resume=True)["splits"]  # done already
     with pytest.raises(DataError, match="other sources or options"):
-        prepare([str(jsonl)], prepared, Options("bpe:500"), resume=True)
+        prepare([str(jsonl)], prepared, PrepareOptions("bpe:500"), resume=True)
     foreign = tmp_path / "thesis"
     foreign.mkdir()
     (foreign / "chapter.tex").write_text("years of work")
@@ -191,7 +223,7 @@ def test_directories_of_other_runs_are_refused(jsonl, prepared, tmp_path):
 def test_overwrite_replaces_only_its_own(jsonl, tmp_path):
     prepare([str(jsonl)], tmp_path / "data", OPTIONS, workers=1)
     (tmp_path / "data" / "notes.md").write_text("mine")
-    prepare([str(jsonl)], tmp_path / "data", Options("bpe:300"), workers=1, overwrite=True)
+    prepare([str(jsonl)], tmp_path / "data", PrepareOptions("bpe:300"), workers=1, overwrite=True)
     assert (tmp_path / "data" / "notes.md").read_text() == "mine"
     assert PreparedData(tmp_path / "data").manifest["vocab_size"] == 300
 
@@ -200,13 +232,13 @@ def test_bad_documents_fail_or_are_skipped(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good words here"}\n{"txt": 1}\n{"text": "more good words"}\n')
     with pytest.raises(DataError, match="line 2: no field 'text'.*--on-bad-document skip leaves"):
-        prepare([str(path)], tmp_path / "data", Options("bpe:260"), workers=1)
+        prepare([str(path)], tmp_path / "data", PrepareOptions("bpe:260"), workers=1)
     assert not (tmp_path / "data").exists()  # nothing was worth keeping
     said = []
     manifest = prepare(
         [str(path)],
         tmp_path / "data",
-        Options("bpe:260"),
+        PrepareOptions("bpe:260"),
         workers=1,
         on_bad_document="skip",
         warn=said.append,
@@ -230,7 +262,7 @@ def test_truncated_gzip_fails_or_gives_what_it_has(corpus, tmp_path):
 def test_nothing_to_prepare(tmp_path, content):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(DataError, match="no documents in"):
-        prepare([str(tmp_path / "a.jsonl")], tmp_path / "data", Options("bpe:260"), workers=1)
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "data", PrepareOptions("bpe:260"), workers=1)
     assert not (tmp_path / "data").exists()
 
 
@@ -246,8 +278,10 @@ def test_changed_source_is_not_continued(corpus, tmp_path):
     os.utime(source, (1, 1))
     if (output / MANIFEST).exists():
         pytest.skip("the machine was faster than the signal")
+    before = contents(output)
     with pytest.raises(DataError, match="a source has changed since"):
         prepare([str(source)], output, OPTIONS_BIG, resume=True)
+    assert contents(output) == before  # the unfinished work is still there
 
 
 def test_full_disk_keeps_what_is_finished(corpus, reference, tmp_path, monkeypatch):
@@ -343,18 +377,18 @@ def test_tokenizer_of_other_shards_and_broken_manifests(prepared, tmp_path):
         ({"validation_share": 0.6, "test_share": 0.5}, "must leave something to train on"),
         ({"validation_share": -0.1}, "must not be negative"),
         ({"shard_tokens": 0}, "shard_tokens must be at least 1"),
-        ({"document_size": -5}, "document_size must be at least 1"),
+        ({"document_size": 3}, "document_size must be at least 4"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(DataError, match=message):
-        Options("bpe:300", **options)
+        PrepareOptions("bpe:300", **options)
 
 
 def test_bad_tokenizer_leaves_nothing_behind(jsonl, tmp_path):
     for name, message in (("bpe:many", "should read bpe:SIZE"), ("bpe:10", "at least 259")):
         with pytest.raises(DataError, match=message):
-            prepare([str(jsonl)], tmp_path / "data", Options(name), workers=1)
+            prepare([str(jsonl)], tmp_path / "data", PrepareOptions(name), workers=1)
         assert not (tmp_path / "data").exists()
     with pytest.raises(DataError, match="workers must be at least 1"):
         prepare([str(jsonl)], tmp_path / "data", OPTIONS, workers=0)

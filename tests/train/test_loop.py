@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from calm.train import checkpoint as checkpoint_module
 from calm.train import loop
 from calm.train.checkpoint import damage
 from calm.train.loop import train
+from calm.train.stages import AutoencoderStage
+from calm.train.tracking import METRICS
 from tests.train.conftest import command, metrics, run
 
 
@@ -35,6 +38,13 @@ def assert_same_weights(one, other):
 
 def settings(recipe, *more):
     return load_config(str(recipe), list(more))
+
+
+def continued(recipe, output, *more, warn=lambda _: None) -> list[int]:
+    """Continue a run; the steps that were done."""
+    steps = []
+    train(settings(recipe, *more), output, resume=True, report=lambda r: steps.append(r.step), warn=warn)
+    return steps
 
 
 def test_it_learns_and_leaves_what_it_should(recipe, tmp_path):
@@ -78,7 +88,8 @@ def test_kill_9_at_random_steps_and_continue_to_the_same_bits(recipe, tmp_path):
         process.kill()
         process.wait()
     assert killed
-    train(settings(recipe), output, resume=True)
+    (newest,) = [int(p.name.removeprefix("step-")) for p in sorted((output / "checkpoints").glob("step-????????"))[-1:]]
+    assert continued(recipe, output) == list(range(newest + 1, 31))
     assert_same_weights(tmp_path / "whole", output)
     assert metrics(tmp_path / "whole") == metrics(output)
 
@@ -108,7 +119,7 @@ def test_killed_while_saving(recipe, tmp_path):
     done = subprocess.run([full[0], "-c", code, *full[3:]], capture_output=True, timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert (output / "checkpoints" / "step-00000020.writing").exists()
-    train(settings(recipe), output, resume=True)
+    assert continued(recipe, output)[0] == 11
     assert not list((output / "checkpoints").glob("*.writing"))
     assert_same_weights(tmp_path / "whole", output)
 
@@ -133,28 +144,57 @@ def test_signals_save_and_exit(recipe, tmp_path, signum):
     assert f"saved at step {int(saved.name.removeprefix('step-'))};" in said
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(recipe, tmp_path):
-    train(settings(recipe), tmp_path / "whole")
+@pytest.mark.parametrize("broken", ["shard", "record"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(recipe, tmp_path, broken):
     output = tmp_path / "run"
-    train(settings(recipe, "train.steps=20"), output)
-    newest = output / "checkpoints" / "step-00000020"
-    (shard,) = newest.glob("*.safetensors")
-    content = bytearray(shard.read_bytes())
-    content[-3] ^= 1
-    shard.write_bytes(content)
+    train(settings(recipe), output)
+    shutil.copytree(output, tmp_path / "before")
+    newest = output / "checkpoints" / "step-00000030"
+    if broken == "shard":
+        (path,) = newest.glob("*.safetensors")
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 1
+        path.write_bytes(content)
+    else:
+        (newest / "checkpoint.json").write_text("{")
     said = []
-    # The schedule of 30 steps differs from that of 20 in its last steps, so continue from step 10 with 20 steps.
-    train(settings(recipe, "train.steps=20"), output, resume=True, warn=said.append)
-    assert any("step-00000020 is damaged (the checksum of" in message for message in said)
-    assert damage(newest) is None
+    assert continued(recipe, output, warn=said.append)[0] == 21
+    assert any("step-00000030 is damaged (" in message for message in said)
+    assert damage(newest) is None  # written anew
+    assert_same_weights(tmp_path / "before", output)
 
 
 def test_continuing_a_finished_run_does_no_step(recipe, tmp_path):
     train(settings(recipe), tmp_path / "run")
     before = sha256_of(tmp_path / "run" / "model" / "model.safetensors")
-    train(settings(recipe), tmp_path / "run", resume=True)
+    assert continued(recipe, tmp_path / "run") == []
     assert sha256_of(tmp_path / "run" / "model" / "model.safetensors") == before
     assert sorted(metrics(tmp_path / "run")) == list(range(1, 31))
+
+
+def test_the_best_checkpoint_is_kept(recipe, tmp_path, monkeypatch):
+    scores = iter([0.1, 0.9, 0.2, 0.3, 0.4, 0.5])
+    monkeypatch.setattr(AutoencoderStage, "evaluate", lambda self: {"score": next(scores)})
+    train(settings(recipe, "train.checkpoint_every=5", "train.keep_checkpoints=1"), tmp_path / "run")
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000010", "step-00000030"]
+
+
+def test_a_full_disk_for_metrics_does_not_end_the_training(recipe, tmp_path, monkeypatch):
+    real = Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda path, *a, **k: real(Path("/dev/full") if path.name == METRICS else path, *a, **k)
+    )
+    monkeypatch.setattr(loop, "plot_losses", lambda _: None)
+    said = []
+    assert train(settings(recipe), tmp_path / "run", warn=said.append)["steps"] == 30
+    assert said == ["metrics cannot be written (No space left on device); training goes on"]
+
+
+def test_no_git_is_no_obstacle(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    train(settings(recipe, "train.steps=2"), tmp_path / "run")
+    assert "commit" not in json.loads((tmp_path / "run" / "model" / "run.json").read_text())["versions"]
 
 
 def test_a_full_disk_at_saving_keeps_the_checkpoint_before(recipe, tmp_path, monkeypatch):
@@ -190,6 +230,7 @@ def test_steps_without_a_finite_loss_are_skipped_and_counted(recipe, tmp_path, m
     said = []
     summary = train(settings(recipe), tmp_path / "run", warn=said.append)
     assert summary["skipped_steps"] == 2
+    assert train(settings(recipe), tmp_path / "run", resume=True)["skipped_steps"] == 2  # not forgotten
     assert [message for message in said if message.startswith("step 3 skipped: loss nan")]
     assert all(torch.isfinite(value).all() for value in weights(tmp_path / "run").values())
 
@@ -199,7 +240,7 @@ def test_ten_skipped_steps_in_a_row_end_the_run(recipe, tmp_path):
         train(settings(recipe, "optimizer.learning_rate=1e30", "optimizer.warmup_steps=0"), tmp_path / "run")
 
 
-def test_bf16_and_compile_run(recipe, tmp_path):
+def test_bf16_runs(recipe, tmp_path):
     train(settings(recipe, "train.precision=bf16", "train.steps=12"), tmp_path / "bf16")
     assert metrics(tmp_path / "bf16")[12] < metrics(tmp_path / "bf16")[1]
 
@@ -224,6 +265,7 @@ def test_compile_without_a_compiler_goes_on(recipe, tmp_path, monkeypatch):
 def test_bad_recipes(recipe, tmp_path, more, message):
     done = run(recipe, tmp_path / "run", *more)
     assert done.returncode == 2
+    assert not (tmp_path / "run" / "config.yaml").exists()  # the directory is free for the next try
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -242,9 +284,9 @@ def test_directories_of_other_runs(recipe, tmp_path):
 
 def test_sets_with_different_tokenizers(recipe, jsonl, tmp_path):
     from calm.data.prepare import prepare
-    from calm.data.workers import Options
+    from calm.data.workers import PrepareOptions
 
-    prepare([str(jsonl)], tmp_path / "other", Options("bpe:300", validation_share=0.2), workers=1)
+    prepare([str(jsonl)], tmp_path / "other", PrepareOptions("bpe:300", validation_share=0.2), workers=1)
     config = load_config(str(recipe))
     sets = [*config.data.sets, config.data.sets[0].model_copy(update={"path": tmp_path / "other"})]
     config = config.model_copy(update={"data": config.data.model_copy(update={"sets": sets})})

@@ -7,6 +7,7 @@ alone, so what comes out does not depend on the number of workers.
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from glob import glob, has_magic
@@ -73,6 +74,8 @@ def _file_source(path: Path, text_field: str, document_size: int) -> Source:
         raise DataError(f"no such file: {path}")
     if path.is_dir():
         raise DataError(f"{path} is a directory; name the files in it, as in '{path}/*.jsonl'")
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{path} may not be read by this user")
     form = path.with_suffix("").suffix if path.suffix in COMPRESSIONS else path.suffix
     if form not in FORMS:
         known = ", ".join(FORMS)

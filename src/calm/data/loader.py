@@ -88,18 +88,21 @@ class Loader:
 
     def batch(self, step: int) -> Batch:
         """This rank's part of the global batch of a step."""
-        share = self.batch_size // self.world_size
-        rows = step * self.batch_size + self.rank * share + np.arange(share)
-        sets, places = self._places(rows)
-        fills = self._fills(rows)
-        made = [self._row(s, p, f) for s, p, f in zip(sets, places, fills, strict=True)]
-        return Batch(np.stack([row.tokens for row in made]), np.stack([row.mask for row in made]), rows)
+        return self.batch_and_whole(step, whole=False)[0]
 
-    def batches(self, step: int = 0) -> Iterator[Batch]:
-        """All batches from a step on, without end: the data is repeated in another order."""
-        while True:
-            yield self.batch(step)
-            step += 1
+    def batch_and_whole(self, step: int, whole: bool = True) -> tuple[Batch, Batch]:
+        """This rank's part, and the global batch (or, where that is not wanted, the part again)."""
+        share = self.batch_size // self.world_size
+        mine = slice(self.rank * share, (self.rank + 1) * share)
+        rows = step * self.batch_size + np.arange(self.batch_size)
+        if not whole:
+            rows, mine = rows[mine], slice(None)
+        sets, places = self._places(rows)
+        indices = self._indices(sets, places)
+        fills = self._fills(rows)
+        made = [self.streams[s].row(int(i), int(f)) for s, i, f in zip(sets, indices, fills, strict=True)]
+        batch = Batch(np.stack([row.tokens for row in made]), np.stack([row.mask for row in made]), rows)
+        return Batch(*(part[mine] for part in batch)), batch
 
     def _places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """For each row: which set it comes from, and how many rows that set gave before."""
@@ -115,19 +118,25 @@ class Loader:
         chosen = mix(self.seed, 2, rows) / 2.0**64 < self.front_fill
         return np.where(chosen, mix(self.seed, 3, rows) % np.uint64(self.streams[0].chunk_size), 0)
 
-    def _row(self, which: int, place: int, fill: int):
-        stream = self.streams[which]
-        epoch, index = divmod(int(place), len(stream))
-        index = permute(np.array([index]), len(stream), self.seed, 0, int(which), epoch)[0]
-        return stream.row(int(index), int(fill))
+    def _indices(self, sets: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Which row of its set each place is: every epoch goes through a set in an order of its own."""
+        indices = np.empty_like(places)
+        for which, stream in enumerate(self.streams):
+            here = sets == which
+            epochs, within = np.divmod(places[here], len(stream))
+            indices[here] = permute(within, len(stream), self.seed, 0, which, epochs)
+        return indices
 
 
-def evaluation_batches(stream: ChunkedStream, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-    """Every row of a split once, in order, without front fill; ranks take turns."""
+def evaluation_batches(
+    stream: ChunkedStream, batch_size: int, rank: int = 0, world_size: int = 1, most_rows: int | None = None
+) -> Iterator[Batch]:
+    """The rows of a split once, in order, without front fill; ranks take turns. All of them, or the first so many."""
     if len(stream) == 0:
         raise DataError("this split has no tokens; prepare the data with a larger share for it")
     # All ranks get equally many rows, as collective operations need; those beyond the end hold only fill.
-    mine = np.arange(rank, -(-len(stream) // world_size) * world_size, world_size)
+    count = len(stream) if most_rows is None else min(most_rows, len(stream))
+    mine = np.arange(rank, -(-count // world_size) * world_size, world_size)
     for rows in np.split(mine, range(batch_size, len(mine), batch_size)):
-        made = [stream.row(int(row)) for row in rows]
+        made = [stream.row(int(row) if row < count else len(stream) + 1) for row in rows]
         yield Batch(np.stack([row.tokens for row in made]), np.stack([row.mask for row in made]), rows)

@@ -16,7 +16,7 @@ from calm.data.corpus import SPLITS, BadDocument, Source, documents, open_source
 from calm.data.readers import Block, DamagedSource
 from calm.data.shards import MANIFEST, VERSION, ShardWriter
 from calm.data.tokenizer import Tokenizer, load_tokenizer, round_trips, train_bpe
-from calm.data.workers import Options, encode, map_in_order
+from calm.data.workers import PrepareOptions, encode, map_in_order
 from calm.data.workspace import PROGRESS, begin, clear, finished
 from calm.errors import DataError
 from calm.files import claimed, write_json
@@ -51,7 +51,7 @@ class Report:
 def prepare(
     sources: list[str],
     output: Path | str,
-    options: Options,
+    options: PrepareOptions,
     *,
     workers: int | None = None,
     on_bad_document: Literal["fail", "skip"] = "fail",
@@ -73,14 +73,10 @@ def prepare(
     with claimed(output, "calm prepare"):
         if manifest := finished(output, job, resume, overwrite):
             return manifest
-        progress = begin(output, job, overwrite)
-        preparation = _Preparation(output, opened, options, workers, on_bad_document, report, warn)
         try:
+            progress = begin(output, job, overwrite)
+            preparation = _Preparation(output, opened, options, workers, on_bad_document, report, warn)
             return preparation.run(progress)
-        except DataError:
-            if not preparation.progress["writers"]:  # nothing is worth continuing
-                clear(output)
-            raise
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -92,7 +88,9 @@ def prepare(
 class _Preparation:
     """One run of the pipeline."""
 
-    def __init__(self, output: Path, sources: list[Source], options: Options, workers, on_bad_document, report, warn):
+    def __init__(
+        self, output: Path, sources: list[Source], options: PrepareOptions, workers, on_bad_document, report, warn
+    ):
         self.output, self.sources, self.options, self.workers = output, sources, options, workers
         self.on_bad_document, self.report, self.warn = on_bad_document, report, warn
         sizes = [source.size for source in sources]
@@ -100,23 +98,32 @@ class _Preparation:
 
     def run(self, progress: dict[str, Any]) -> dict[str, Any]:
         self.progress = progress
+        try:
+            return self._run(progress)
+        except DataError:
+            if not self.progress["writers"]:  # nothing is worth continuing
+                clear(self.output)
+            raise
+
+    def _run(self, progress: dict[str, Any]) -> dict[str, Any]:
         self.counts = Counts(**progress["counts"])
         tokenizer = self._tokenizer()
-        dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-        self.writers = {s: ShardWriter(self.output, s, dtype, self.options.shard_tokens) for s in SPLITS}
+        self.writers = {s: ShardWriter(self.output, s, tokenizer.dtype, self.options.shard_tokens) for s in SPLITS}
         for split, state in progress["writers"].items():
             self.writers[split].restore(state)
         try:
             self._tokenize()
+            if self.counts.documents == 0:
+                names = ", ".join(source.name for source in self.sources[:3])
+                raise DataError(f"no documents in {names}: nothing to prepare")
+            return self._finish(tokenizer)
         except BaseException:
+            if (self.output / MANIFEST).exists():  # everything is written and declared whole
+                raise
             nothing = {"done": [], "open": None}
             for split, writer in self.writers.items():
                 writer.rewind(self.progress["writers"].get(split, nothing))
             raise
-        if self.counts.documents == 0:
-            names = ", ".join(source.name for source in self.sources[:3])
-            raise DataError(f"no documents in {names}: nothing to prepare")
-        return self._finish(tokenizer, dtype)
 
     def _tokenizer(self) -> Tokenizer:
         directory = self.output / "tokenizer"
@@ -189,17 +196,17 @@ class _Preparation:
 
     def _blocks(self) -> Iterator[tuple[int, int, Block | BadDocument]]:
         """All blocks that are not done yet, each with its place; a damaged source ends in a bad document."""
-        for number, source in enumerate(self.sources):
-            if number < self.counts.source:
-                continue
-            done = self.counts.block if number == self.counts.source else 0
+        first, done = self.counts.source, self.counts.block
+        for number, source in enumerate(self.sources[first:], first):
             index = -1
             try:
                 for index, block in enumerate(source.blocks()):
                     if index >= done:
                         yield number, index, block
             except DamagedSource as error:
-                yield number, index + 1, BadDocument(str(error))
+                if index + 1 >= done:
+                    yield number, index + 1, BadDocument(str(error))
+            done = 0
 
     def _record(self) -> None:
         for writer in self.writers.values():
@@ -209,7 +216,7 @@ class _Preparation:
         write_json(self.output / PROGRESS, progress)
         self.progress = progress
 
-    def _finish(self, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
+    def _finish(self, tokenizer: Tokenizer) -> dict[str, Any]:
         splits = {}
         for split, writer in self.writers.items():
             shards = [vars(shard) for shard in writer.finish()]
@@ -217,7 +224,7 @@ class _Preparation:
             splits[split] = {**totals, "bytes": self.counts.bytes[split], "shards": shards}
         manifest = {
             "version": VERSION,
-            "dtype": dtype,
+            "dtype": tokenizer.dtype,
             "vocab_size": tokenizer.vocab_size,
             "tokenizer_sha256": tokenizer.sha256,
             "sources": [[source.name, source.size] for source in self.sources],

@@ -1,20 +1,22 @@
 """Files → blocks: raw documents in pieces of about a megabyte, for every form and compression we read."""
 
 import codecs
-import gzip
 import importlib
 import json
+import re
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast
 
 from calm.errors import DataError
 
 BLOCK_SIZE = 2**20  # bytes: small against memory, large against the cost of sending it to a worker
 LONGEST_VALUE = 2**28  # bytes: what is longer is not the form that the file's name says
+SMALLEST_DOCUMENT = 4  # bytes of plain text: the longest character
 COMPRESSIONS = (".gz", ".zst")
 
 
@@ -34,50 +36,55 @@ class DamagedSource(DataError):
     """A file that cannot be read to its end; what came before was good."""
 
 
-def unpacked(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Pieces of the unpacked file, each with how far the file on disk was read; no byte-order mark."""
-    unpack = {".gz": _gunzip, ".zst": _unzstd}.get(path.suffix, _plain)
-    total = 0
-    with path.open("rb") as file:
-        try:
-            for piece in unpack(file):
-                yield (piece.removeprefix(codecs.BOM_UTF8) if total == 0 else piece), file.tell()
-                total += len(piece)
-        except (EOFError, zlib.error, OSError) as error:
-            if isinstance(error, gzip.BadGzipFile) and total == 0:
-                raise DataError(f"{path} is not a gzip file ({error})") from error
-            raise DamagedSource(
-                f"{path} ends too early or is damaged after {total:,} unpacked bytes ({error}); fetch it again, "
-                "or keep what can be read with --on-bad-document skip"
-            ) from error
+class Unpacked:
+    """Pieces of an unpacked file, without a byte-order mark. Damage ends them, and is kept for whoever reads on."""
 
+    def __init__(self, path: Path):
+        self.path = path
+        self.position = 0  # how far the file on disk was read
+        self.damage: DamagedSource | None = None
 
-def _plain(file: IO[bytes]) -> Iterator[bytes]:
-    while piece := file.read(BLOCK_SIZE):
-        yield piece
-
-
-def _gunzip(file: IO[bytes]) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=file) as unpacked_file:
-        while piece := unpacked_file.read(BLOCK_SIZE):
-            yield piece
-
-
-def _unzstd(file: IO[bytes]) -> Iterator[bytes]:
-    zstandard = optional("zstandard")
-    frame = None  # a file is a row of frames; only a frame that is under way at the end is an error
-    while packed := file.read(2**16):
-        while packed:
-            frame = frame or zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
+    def __iter__(self) -> Iterator[bytes]:
+        total = 0
+        with self.path.open("rb") as file:
             try:
-                if piece := frame.decompress(packed):
+                for piece in _unpack(file, self.path.suffix):
+                    self.position = file.tell()
+                    yield piece.removeprefix(codecs.BOM_UTF8) if total == 0 else piece
+                    total += len(piece)
+            except (EOFError, OSError) as error:
+                if total == 0:
+                    raise DataError(f"{self.path} is not a {self.path.suffix} file, or is damaged ({error})") from error
+                self.damage = DamagedSource(
+                    f"{self.path} ends too early or is damaged after {total:,} unpacked bytes ({error}); fetch it "
+                    "again, or keep what can be read with --on-bad-document skip"
+                )
+
+
+def _unpack(file: IO[bytes], suffix: str) -> Iterator[bytes]:
+    if suffix == ".gz":
+        return _members(file, lambda: zlib.decompressobj(31), zlib.error)
+    if suffix == ".zst":
+        zstandard = optional("zstandard")
+        decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
+        return _members(file, decompressor.decompressobj, zstandard.ZstdError)
+    return iter(lambda: file.read(BLOCK_SIZE), b"")
+
+
+def _members(file: IO[bytes], begin: Callable[[], Any], failure: type[Exception]) -> Iterator[bytes]:
+    """A packed file is a row of members; only one that is under way at the end of the file is an error."""
+    member = None
+    while packed := file.read(2**16):
+        while packed := packed.lstrip(b"\0") if member is None else packed:  # zeros may pad what stands between
+            member = member or begin()
+            try:
+                if piece := member.decompress(packed):
                     yield piece
-            except zstandard.ZstdError as error:
+            except failure as error:
                 raise EOFError(str(error)) from error
-            packed = frame.unused_data
-            frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError("the last zstd frame is not whole")
+            packed, member = member.unused_data, None if member.eof else member
+    if member is not None:
+        raise EOFError("it stops in the middle")
 
 
 def optional(module: str) -> Any:
@@ -92,36 +99,48 @@ def optional(module: str) -> Any:
 
 def line_blocks(path: Path, **_: Any) -> Iterator[Block]:
     """JSON Lines: whole lines, parsed later by the workers."""
-    number, offset, rest, bytes_read = 1, 0, b"", 0
-    for piece, bytes_read in unpacked(path):
+    number, offset, rest = 1, 0, b""
+    pieces = Unpacked(path)
+    for piece in pieces:
         rest += piece
         end = rest.rfind(b"\n") if len(rest) >= BLOCK_SIZE else -1
         if end >= 0:
             lines = rest[:end].split(b"\n")
-            yield Block(str(path), "line", lines, number, offset, bytes_read)
+            yield Block(str(path), "line", lines, number, offset, pieces.position)
             number, offset, rest = number + len(lines), offset + end + 1, rest[end + 1 :]
         elif len(rest) > LONGEST_VALUE:
             raise DataError(f"{path}, line {number} is longer than {LONGEST_VALUE:,} bytes: no JSON Lines file")
-    if rest:
-        yield Block(str(path), "line", rest.split(b"\n"), number, offset, bytes_read)
+    if rest := _undamaged(rest, pieces):
+        yield Block(str(path), "line", rest.split(b"\n"), number, offset, pieces.position)
+    if pieces.damage:
+        raise pieces.damage
 
 
 def text_blocks(path: Path, document_size: int, **_: Any) -> Iterator[Block]:
     """Plain text has no marks for documents: a long file is cut at a paragraph every `document_size` bytes."""
-    pieces: list[bytes] = []
-    number, offset, held, rest, bytes_read = 1, 0, 0, b"", 0
-    for piece, bytes_read in unpacked(path):
+    documents: list[bytes] = []
+    number, offset, held, rest = 1, 0, 0, b""
+    pieces = Unpacked(path)
+    for piece in pieces:
         rest += piece
         while len(rest) >= 2 * document_size:
             cut = _paragraph_end(rest, document_size)
-            pieces.append(rest[:cut])
+            documents.append(rest[:cut])
             rest, held = rest[cut:], held + cut
             if held >= BLOCK_SIZE:
-                yield Block(str(path), "text", pieces, number, offset, bytes_read)
-                number, offset, pieces, held = number + len(pieces), offset + held, [], 0
-    pieces += [rest] if rest else []
-    if pieces:
-        yield Block(str(path), "text", pieces, number, offset, bytes_read)
+                yield Block(str(path), "text", documents, number, offset, pieces.position)
+                number, offset, documents, held = number + len(documents), offset + held, [], 0
+    if rest := _undamaged(rest, pieces):
+        documents.append(rest)
+    if documents:
+        yield Block(str(path), "text", documents, number, offset, pieces.position)
+    if pieces.damage:
+        raise pieces.damage
+
+
+def _undamaged(rest: bytes, pieces: Unpacked) -> bytes:
+    """The end of a file; of a damaged one, its whole lines."""
+    return rest[: rest.rfind(b"\n") + 1] if pieces.damage else rest
 
 
 def _paragraph_end(text: bytes, size: int) -> int:
@@ -150,43 +169,71 @@ def value_blocks(source: str, values: Iterable[Any], bytes_read: Callable[[], in
 
 def json_blocks(path: Path, **_: Any) -> Iterator[Block]:
     """`.json`: an array of documents, one document, or documents one after another."""
-    position = 0
+    pieces, damage = Unpacked(path), None
 
-    def pieces() -> Iterator[str]:
-        nonlocal position
-        decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
-        for piece, position in unpacked(path):  # noqa: B007 - read by value_blocks
-            try:
-                yield decoder.decode(piece)
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}: not valid UTF-8 at byte {offset + error.start}") from error
-            offset += len(piece)
+    def values() -> Iterator[Any]:
+        nonlocal damage
+        try:
+            yield from _json_values(_decoded(pieces))
+            damage = pieces.damage
+        except ValueError as error:  # what stands behind it cannot be told apart any more
+            rest = "; the rest of the file can be left out with --on-bad-document skip"
+            damage = pieces.damage or DamagedSource(f"{path}: {error}{rest}")
 
-    yield from value_blocks(str(path), _json_values(pieces(), path), lambda: position)
+    yield from value_blocks(str(path), values(), lambda: pieces.position)
+    if damage:
+        raise damage
 
 
-def _json_values(pieces: Iterator[str], path: Path) -> Iterator[Any]:
-    decoder, text, wanted, more = json.JSONDecoder(), "", 1, True
-    number = 1
-    while True:
-        while more and len(text) < wanted:
+def _decoded(pieces: Iterable[bytes]) -> Iterator[str]:
+    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
+    for piece in chain(pieces, [b""]):
+        held = len(decoder.getstate()[0])  # the beginning of a character whose end is in this piece
+        try:
+            yield decoder.decode(piece, final=not piece)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"not valid UTF-8 at byte {offset - held + error.start}") from None
+        offset += len(piece)
+
+
+def _json_values(pieces: Iterator[str]) -> Iterator[Any]:
+    """The documents in a stream of JSON, one at a time."""
+    decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
+    text, at, number, in_array, more = "", 0, 1, False, True
+
+    def read(at_least: int) -> None:
+        nonlocal text, at, more
+        text, at = text[at:], 0
+        while more and len(text) < at_least:
             piece = next(pieces, None)
             more, text = piece is not None, text + (piece or "")
-        text = text.lstrip(" \t\r\n,[]")
-        if not text and not more:
+
+    while True:
+        at = cast(re.Match, between.match(text, at)).end()
+        left = len(text) - at
+        if left == 0 and more:
+            read(1)
+        elif left == 0:
+            if in_array:
+                raise ValueError("the array has no end")
             return
-        try:
-            value, end = decoder.raw_decode(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            if not more or len(text) > LONGEST_VALUE:
-                raise DataError(f"{path}, document {number}: not JSON ({error})") from error
-            wanted = 2 * len(text) + 1  # doubling: a huge document is not parsed over and over
-            continue
-        if end == len(text) and more:  # a number could go on in the next piece
-            wanted = len(text) + 1
-            continue
-        yield value
-        text, wanted, number = text[end:], 1, number + 1
+        elif text[at] == "[" and number == 1 and not in_array:
+            in_array, at = True, at + 1
+        elif text[at] == "]" and in_array:
+            in_array, at = False, at + 1
+        else:
+            try:
+                value, end = decoder.raw_decode(text, at)
+            except (json.JSONDecodeError, RecursionError) as error:
+                if not more or left > LONGEST_VALUE:
+                    raise ValueError(f"document {number}: not JSON ({error})") from error
+                read(2 * left)  # doubling: a huge document is not parsed over and over
+                continue
+            if end == len(text) and more:  # a number could go on in the next piece
+                read(left + 1)
+                continue
+            yield value
+            at, number = end, number + 1
 
 
 def parquet_blocks(path: Path, text_field: str, **_: Any) -> Iterator[Block]:
@@ -194,8 +241,10 @@ def parquet_blocks(path: Path, text_field: str, **_: Any) -> Iterator[Block]:
     parquet, arrow = optional("pyarrow.parquet"), optional("pyarrow")
     with tempfile.TemporaryFile() as plain:
         if path.suffix in COMPRESSIONS:
-            for piece, _position in unpacked(path):
-                plain.write(piece)
+            pieces = Unpacked(path)
+            plain.writelines(pieces)
+            if pieces.damage:
+                raise pieces.damage
         try:
             table = parquet.ParquetFile(plain if path.suffix in COMPRESSIONS else path)
             check_column(text_field, table.schema_arrow.names, str(path))

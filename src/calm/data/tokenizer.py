@@ -72,6 +72,11 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
+    def dtype(self) -> str:
+        """What an id is stored as."""
+        return "uint16" if self.vocab_size <= 2**16 else "uint32"
+
+    @property
     def sha256(self) -> str:
         roles = f"{self.end_id} {self.fill_id} {self.mask_id}\n"
         return hashlib.sha256((roles + self.content).encode()).hexdigest()

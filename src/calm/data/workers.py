@@ -15,13 +15,13 @@ import numpy as np
 
 from calm.data.chunks import close_document
 from calm.data.corpus import BadDocument, documents, split_of
-from calm.data.readers import Block
+from calm.data.readers import SMALLEST_DOCUMENT, Block
 from calm.data.tokenizer import Tokenizer, load_tokenizer, one_thread
 from calm.errors import DataError
 
 
 @dataclass(frozen=True)
-class Options:
+class PrepareOptions:
     """What decides the bytes of a prepared directory, beside the sources and the code."""
 
     tokenizer: str  # bpe:SIZE, a tokenizer directory or hub name, or a tiktoken file
@@ -37,9 +37,9 @@ class Options:
                 "validation and test shares must not be negative and must leave something to train on, but they are "
                 f"{self.validation_share} and {self.test_share}"
             )
-        for name in ("document_size", "shard_tokens"):
-            if getattr(self, name) < 1:
-                raise DataError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, least in (("document_size", SMALLEST_DOCUMENT), ("shard_tokens", 1)):
+            if getattr(self, name) < least:
+                raise DataError(f"{name} must be at least {least}, not {getattr(self, name)}")
 
 
 @dataclass
@@ -50,15 +50,15 @@ class Encoded:
     bad: list[str]
 
 
-_worker: tuple[Tokenizer, Options]
+_worker: tuple[Tokenizer, PrepareOptions]
 
 
-def _start_worker(directory: str, options: Options) -> None:
+def _start_worker(directory: str, options: PrepareOptions) -> None:
     global _worker
     _worker = load_tokenizer(directory), options
 
 
-def _start_process(directory: str, options: Options) -> None:
+def _start_process(directory: str, options: PrepareOptions) -> None:
     """A worker leaves Ctrl-C to its parent, and ends when the parent does, even when that was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
@@ -80,12 +80,11 @@ def encode(block: Block | BadDocument) -> Encoded:
             bad.append(text.reason)
         else:
             texts.setdefault(split_of(text, options.validation_share, options.test_share), []).append(text)
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     splits = {}
     for split, members in texts.items():
         ids = [close_document(ids, tokenizer.end_id) for ids in tokenizer.encode_documents(members)]
         lengths = np.array([len(document) for document in ids], dtype=np.uint32)
-        tokens = np.concatenate([np.array(document, dtype=dtype) for document in ids])
+        tokens = np.concatenate([np.array(document, dtype=tokenizer.dtype) for document in ids])
         splits[split] = tokens, lengths, sum(len(text.encode("utf-8")) for text in members)
     return Encoded(splits, bad)
 

@@ -15,7 +15,7 @@ PROGRESS = "progress.json"
 
 def finished(output: Path, job: dict[str, Any], resume: bool, overwrite: bool) -> dict[str, Any] | None:
     """The manifest, if this very job is done already; an error, if the directory holds anything else."""
-    found = sorted(path.name for path in output.iterdir())
+    found = sorted(path.name for path in output.iterdir() if not path.name.endswith(TEMPORARY))
     if not found or (overwrite and is_ours(output)):
         return None
     if not is_ours(output):
@@ -29,6 +29,7 @@ def finished(output: Path, job: dict[str, Any], resume: bool, overwrite: bool) -
         return None
     manifest = read_manifest(output)
     sizes = [[name, size] for name, size, _ in job["sources"]]
+    (output / PROGRESS).unlink(missing_ok=True)  # left by a crash between the manifest and the end
     if manifest["options"] != job["options"] or manifest["sources"] != sizes:
         raise DataError(f"{output} was prepared from other sources or options; replace it with --overwrite")
     return manifest
@@ -60,10 +61,14 @@ def begin(output: Path, job: dict[str, Any], overwrite: bool) -> dict[str, Any]:
 
 
 def clear(output: Path) -> None:
-    """Remove what a preparation made, and nothing else; the manifest first, so that a half is never taken for whole."""
-    ours = [MANIFEST, PROGRESS, "tokenizer/tokenizer_config.json", "tokenizer/tokenizer.json"]
+    """Remove what a preparation made, and nothing else. Killed on the way, the directory is still known as ours:
+    the manifest goes first, so that a part is never taken for the whole, and the record of progress last."""
+    progress = output / PROGRESS
+    if not progress.exists() and (output / MANIFEST).exists():
+        write_json(progress, {"job": None})
     shards = [path for split in SPLITS for kind in ("tokens", "lengths") for path in output.glob(f"{split}-*.{kind}")]
-    for path in [*(output / name for name in ours), *shards]:
+    tokenizer = [output / "tokenizer" / name for name in ("tokenizer_config.json", "tokenizer.json")]
+    for path in [output / MANIFEST, *shards, *tokenizer, progress]:
         path.unlink(missing_ok=True)
     for directory in (output / "tokenizer", output):
         with suppress(OSError):  # not empty, or not there

@@ -1,6 +1,5 @@
 """`calm evaluate`: measures of a saved model on prepared data, as numbers and as a picture."""
 
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,17 @@ def load_autoencoder(directory: Path) -> ChunkAutoencoder:
         hint = f"; its model is in {directory / 'model'}" if (directory / "model" / "config.json").exists() else ""
         raise UserError(f"{directory} is not a model directory (no config.json in it){hint}")
     try:
-        return ChunkAutoencoder.from_pretrained(directory)
+        loaded: Any = ChunkAutoencoder.from_pretrained(directory, output_loading_info=True)
     except Exception as error:  # transformers and safetensors raise many kinds for a broken directory
         raise UserError(f"the model in {directory} cannot be read: {str(error).splitlines()[0]}") from error
+    model, found = loaded
+    if wrong := [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in found[kind]]:
+        raise UserError(f"the weights in {directory} do not fit their config.json: {', '.join(map(str, wrong[:3]))}")
+    return model
 
 
 def evaluate_autoencoder(
-    directory: Path, data: Path, split: str = "validation", batch_size: int = 32, max_batches: int | None = None
+    directory: Path, data: Path, split: str = "validation", batch_size: int = 32
 ) -> dict[str, Any]:
     """Reconstruction on one split of prepared data."""
     model = load_autoencoder(directory)
@@ -36,18 +39,10 @@ def evaluate_autoencoder(
         raise DataError(f"{data} was prepared with another tokenizer than that of the model in {directory}")
     chunk_size = model.config.chunk_size
     stream = ChunkedStream(prepared.split(split), chunk_size, 64 * chunk_size, prepared.tokenizer.fill_id)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    batches = evaluation_batches(stream, batch_size)
-    first = next(batches)  # an empty split is told before the model is moved
-    measures = evaluate_reconstruction(model.to(device), _first(chain([first], batches), max_batches))  # pyright: ignore
+    if torch.cuda.is_available():
+        model.cuda()  # pyright: ignore[reportCallIssue]
+    measures = evaluate_reconstruction(model, evaluation_batches(stream, batch_size))
     return {"model": str(directory), "data": str(data), "split": split, "chunk_size": chunk_size, **measures}
-
-
-def _first(batches, number: int | None):
-    for count, batch in enumerate(batches):
-        if count == number:
-            return
-        yield batch
 
 
 def plot_robustness(measures: dict[str, Any], path: Path) -> None:

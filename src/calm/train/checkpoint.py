@@ -31,7 +31,10 @@ from calm.files import sha256_of, sync, write_json
 from calm.train.distributed import Processes
 
 RECORD = "checkpoint.json"
-UNFINISHED = ".writing"
+UNFINISHED, DAMAGED = ".writing", ".damaged"
+
+# One process is one process: torch need not tell us so at every checkpoint.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -41,31 +44,32 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     return state | {f"optimizer.{name}.{key}": v for name, parts in moments.items() for key, v in parts.items()}
 
 
-def initialise_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Make the moments exist without moving a parameter, so that there is something to load into."""
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def versions() -> dict[str, str]:
     """What a result depends on beside its configuration."""
     found = {"calm": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    here = Path(__file__).parent
-    commit = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    if commit.returncode == 0:
-        found["commit"] = commit.stdout.strip()
+    if (commit := _commit()) is not None:
+        found["commit"] = commit
     return found
+
+
+def _commit() -> str | None:
+    """The commit of this file, if it is kept in git at all."""
+    here = Path(__file__)
+    git = ["git", "-C", str(here.parent)]
+    try:
+        subprocess.run([*git, "ls-files", "--error-unmatch", here.name], capture_output=True, check=True)
+        done = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
 
 
 class Checkpoints:
     """The checkpoints of one run: the last few, and the best."""
 
     def __init__(self, directory: Path, keep: int, among: Processes, record: dict[str, Any], warn):
-        self.directory, self.keep, self.among, self.record, self.warn = directory, keep, among, record, warn
+        self.directory, self.keep, self.among, self.warn = directory, keep, among, warn
+        self.record = {"versions": versions(), **record}
         self._thread = ThreadPoolExecutor(1)
         self._pending: Future | None = None
         if among.is_first:
@@ -73,23 +77,27 @@ class Checkpoints:
             for left in directory.glob(f"*{UNFINISHED}"):
                 shutil.rmtree(left)
 
-    def save(self, step: int, state: dict[str, Tensor], score: float | None) -> None:
-        """Begin to write a checkpoint. The copy is made now; writing goes on in the background."""
+    def save(self, step: int, state: dict[str, Tensor], **extra: Any) -> None:
+        """Begin to write a checkpoint. The copy is made now; writing goes on in the background.
+
+        `extra` is kept in its record; the best checkpoint is that with the largest `score`.
+        """
         self.wait()
         copy = {name: value.detach().clone() for name, value in state.items()}
-        self._pending = self._thread.submit(self._write, step, copy, score)
+        self._pending = self._thread.submit(self._write, step, copy, extra)
 
     def wait(self) -> bool:
         """Wait for the checkpoint under way; false if it could not be written."""
         pending, self._pending = self._pending, None
         if pending is None:
             return True
-        problem = self.among.any(error is not None) if (error := pending.result()) or self.among.size > 1 else False
+        error = pending.result()
+        problem = self.among.any(error is not None)
         if problem and self.among.is_first:
             self.warn(f"a checkpoint could not be written ({error or 'in another process'}); earlier ones are kept")
         return not problem
 
-    def _write(self, step: int, state: dict[str, Tensor], score: float | None) -> str | None:
+    def _write(self, step: int, state: dict[str, Tensor], extra: dict[str, Any]) -> str | None:
         final = self.directory / f"step-{step:08d}"
         aside = final.with_name(final.name + UNFINISHED)
         try:
@@ -99,10 +107,9 @@ class Checkpoints:
             files = sorted(path.name for path in aside.iterdir())
             record = {
                 "step": step,
-                "score": score,
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "files": {name: sha256_of(aside / name) for name in files},
-                "versions": versions(),
+                **extra,
                 **self.record,
             }
             write_json(aside / RECORD, record)
@@ -133,21 +140,24 @@ class Checkpoints:
 
     def found(self) -> list[Path]:
         """Checkpoints in the order of their steps."""
-        return sorted(p for p in self.directory.glob("step-*") if p.suffix != UNFINISHED and (p / RECORD).exists())
+        return sorted(self.directory.glob("step-????????"))
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest whole checkpoint; damaged ones are named and passed over."""
+        """The newest whole checkpoint; damaged ones are named and put aside."""
         chosen = None
         for path in reversed(self.found()) if self.among.is_first else []:
             if problem := damage(path):
                 self.warn(f"checkpoint {path} is damaged ({problem}); trying the one before it")
+                path.rename(path.with_name(path.name + DAMAGED))
                 continue
             chosen = path, json.loads((path / RECORD).read_bytes())
             break
         return self.among.share(chosen)
 
     def close(self) -> None:
-        self.wait()
+        """Let the writing end; nothing is asked of the other processes, which may be elsewhere, or gone."""
+        if self._pending is not None:
+            self._pending.result()
         self._thread.shutdown()
 
 
@@ -167,24 +177,12 @@ def damage(path: Path) -> str | None:
 
 def load(path: Path, state: dict[str, Tensor], among: Processes) -> None:
     """Fill the tensors of `state` from a checkpoint."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that one process is one process
-        load_state(
-            cast(dict[str, Any], state),
-            storage_reader=HuggingFaceStorageReader(str(path)),
-            process_group=among.saving,
-            no_dist=among.size == 1,
-        )
+    reader = HuggingFaceStorageReader(str(path))
+    load_state(cast(Any, state), storage_reader=reader, process_group=among.saving, no_dist=among.size == 1)
 
 
 def _save(state: dict[str, Tensor], path: Path, among: Processes) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        save_state(
-            cast(dict[str, Any], state),
-            storage_writer=HuggingFaceStorageWriter(str(path), save_distributed=True),
-            process_group=among.saving,
-            no_dist=among.size == 1,
-        )
+    writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
+    save_state(cast(Any, state), storage_writer=writer, process_group=among.saving, no_dist=among.size == 1)
     if among.size > 1:
         dist.barrier(group=among.saving)

@@ -34,10 +34,13 @@ class Processes:
 
     def sum(self, *values: float) -> list[float]:
         """Sum numbers over all processes."""
-        total = torch.tensor(values, dtype=torch.float64)
+        return self.add_up(torch.tensor(values, dtype=torch.float64)).tolist()
+
+    def add_up(self, sums: Tensor) -> Tensor:
+        """Sum a tensor over all processes, in place."""
         if self.size > 1:
-            dist.all_reduce(total, group=self.control)
-        return total.tolist()
+            dist.all_reduce(sums, group=self.control)
+        return sums
 
     def any(self, value: bool) -> bool:
         return value if self.size == 1 else self.sum(value)[0] > 0

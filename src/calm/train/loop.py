@@ -6,12 +6,15 @@ Step s depends on (seed, s) and the parameters alone, so a run that is continued
 """
 
 import math
+import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,8 @@ from torch.nn.utils import clip_grad_norm_
 from calm.config import CONFIG_FILE, RunConfig, load_config, save_config
 from calm.data.loader import mix
 from calm.errors import ConfigError, UserError
-from calm.files import claimed, write_json
-from calm.train.checkpoint import Checkpoints, initialise_moments, load, state_of, versions
+from calm.files import TEMPORARY, claimed, write_json
+from calm.train.checkpoint import Checkpoints, load, state_of, versions
 from calm.train.distributed import Processes, processes, shard, whole
 from calm.train.optimizer import adamw, learning_rate
 from calm.train.speed import Speed
@@ -62,18 +65,20 @@ def train(
     """Train what `config` describes in the directory `output`; returns a summary."""
     output = Path(output)
     with processes() as among, claimed(output, "calm train") if among.is_first else nullcontext():
-        problem = _begin(config, output, resume) if among.is_first else None
-        if problem := among.share(problem):
+        if problem := among.share(_conflict(config, output, resume) if among.is_first else None):
             raise ConfigError(problem)
-        silent: Callable[[Any], None] = lambda _: None  # noqa: E731
         if not among.is_first:
-            report = warn = silent
+            report = warn = _silent
         return _Run(config, output, among, report, warn).run()
 
 
-def _begin(config: RunConfig, output: Path, resume: bool) -> str | None:
-    """Take the directory for this run; what is wrong with that, or None."""
-    found = sorted(path.name for path in output.iterdir())
+def _silent(_: Any) -> None:
+    """What the other processes report and warn."""
+
+
+def _conflict(config: RunConfig, output: Path, resume: bool) -> str | None:
+    """Why this run cannot have the directory, or None."""
+    found = sorted(path.name for path in output.iterdir() if not path.name.endswith(TEMPORARY))
     if found and CONFIG_FILE not in found:
         return f"{output} holds files that calm train did not make ({', '.join(found[:3])}); name another directory"
     if found and not resume:
@@ -83,7 +88,6 @@ def _begin(config: RunConfig, output: Path, resume: bool) -> str | None:
         different = [name for name in RunConfig.model_fields if getattr(before, name) != getattr(config, name)]
         if other := [name for name in different if name != "train"]:
             return f"{output} holds another run: it differs in {', '.join(other)}; only train.* may change on --resume"
-    save_config(config, output)
     return None
 
 
@@ -104,6 +108,8 @@ class _Run:
         self.model.train()
         if settings.gradient_checkpointing:
             self._checkpoint_gradients()
+        if self.among.is_first:  # from here on the directory is this run's
+            save_config(self.config, self.output)
         shard(self.model, self.among)
         self.optimizer = adamw(self.model, optimizer.betas, optimizer.eps, optimizer.weight_decay)
         self.compute = self._compiled() if settings.compile else self.model
@@ -119,6 +125,7 @@ class _Run:
             tensorboard=settings.tensorboard,
             wandb=settings.wandb,
             config=record["config"],
+            warn=self.warn,
         )
         try:
             with _signals(self._stop):
@@ -136,7 +143,7 @@ class _Run:
         if newest is None:
             return 0
         path, record = newest
-        initialise_moments(self.optimizer)
+        self.skipped, self.skipped_in_a_row = record["skipped"]
         load(path, state_of(self.model, self.optimizer), self.among)
         return record["step"]
 
@@ -144,7 +151,7 @@ class _Run:
         settings = self.config.train
         speed = Speed(self.stage.tokens_per_step, self.among, DTYPES[settings.precision])
         if start < settings.steps:
-            speed.count_flops(self.model, self.stage.parts(self.stage.read(start)))
+            speed.count_flops(self.model, self.stage.parts(self.stage.read(start)), self._autocast())
         with ThreadPoolExecutor(1) as ahead:  # the next batch is read while this one is computed
             batch = ahead.submit(self.stage.read, start)
             for step in range(start, settings.steps):
@@ -155,17 +162,21 @@ class _Run:
     def _after(self, done: int, metrics: dict[str, float], speed: Speed) -> None:
         """Log, evaluate, save and leave, where it is time for it."""
         settings, last = self.config.train, done == self.config.train.steps
+        saving = done % settings.checkpoint_every == 0 or last
         if done % settings.log_every == 0 or last:
             metrics |= speed.since_last(done)
             self.tracker.log(done, metrics)
-        if done % settings.evaluate_every == 0 or last:
+        score = None
+        if done % settings.evaluate_every == 0 or saving:  # so that the best checkpoint is known
             with speed.paused():
                 self.measures = self.stage.evaluate()
             self.tracker.log(done, self.measures)
+            score = self.measures["score"]
         self.report(Report(done, settings.steps, {**speed.last, **self.measures, **metrics}))
         stopped = self.among.any(self.stopped_by is not None)
-        if done % settings.checkpoint_every == 0 or last or stopped:
-            self.checkpoints.save(done, state_of(self.model, self.optimizer), self.measures.get("score"))
+        if saving or stopped:
+            skipped = self.skipped, self.skipped_in_a_row
+            self.checkpoints.save(done, state_of(self.model, self.optimizer), score=score, skipped=skipped)
         if stopped and not last:
             self._leave(done)
 
@@ -177,7 +188,7 @@ class _Run:
         for number, part in enumerate(parts):
             if self.among.size > 1:
                 self.model.set_requires_gradient_sync(number == len(parts) - 1)  # pyright: ignore
-            with torch.autocast(self.among.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16"):
+            with self._autocast():
                 output = self.compute(**part)
             (output.loss * self.among.size).backward()  # FSDP takes the mean over processes
             for name, value in output.items():
@@ -196,6 +207,9 @@ class _Run:
             self._skip(step, metrics["loss"], norm)
         self.optimizer.zero_grad()
         return {**metrics, "gradient_norm": norm, "learning_rate": rate, "skipped_steps": self.skipped}
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.among.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
 
     def _skip(self, step: int, loss: float, norm: float) -> None:
         self.skipped += 1
@@ -233,14 +247,23 @@ class _Run:
             shutil.rmtree(aside, ignore_errors=True)
             self.stage.model.save_pretrained(aside, state_dict=weights)
             self.stage.save_extras(aside)
+            date = datetime.now(UTC).isoformat(timespec="seconds")
+            run = {
+                "summary": summary,
+                "date": date,
+                "versions": versions(),
+                "config": self.config.model_dump(mode="json"),
+            }
+            for directory in (aside, self.output):  # a model that is copied away still knows where it came from
+                write_json(directory / "run.json", run)
             shutil.rmtree(model, ignore_errors=True)
             aside.rename(model)
-            write_json(self.output / "run.json", {"summary": summary, "versions": versions()})
             plot_losses(self.output)
         return summary
 
     def _compiled(self) -> Any:
-        if self.among.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # what torch looks for
+        if self.among.device.type == "cpu" and not shutil.which(compiler):
             self.warn("train.compile needs a C++ compiler, and there is none; going on without it")
             return self.model
         return torch.compile(self.model)

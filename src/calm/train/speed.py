@@ -36,10 +36,12 @@ class Speed:
         self.flops, self.step, self.began = 0.0, -1, 0.0
         self.last: dict[str, float] = {}
 
-    def count_flops(self, model: nn.Module, parts: list[dict[str, Any]]) -> None:
+    def count_flops(self, model: nn.Module, parts: list[dict[str, Any]], autocast: torch.autocast) -> None:
         """Count a step's FLOPs in a rehearsal: a step under the counter's eyes rounds differently from others."""
         with FlopCounterMode(display=False) as counter:
-            model(**parts[0]).loss.backward()
+            with autocast:
+                loss = model(**parts[0]).loss
+            loss.backward()
         model.zero_grad()
         self.flops = counter.get_total_flops() * len(parts) * self.among.size
 

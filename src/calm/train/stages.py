@@ -1,14 +1,11 @@
 """What is trained: the model of a stage, the loss of a step, and its score. The loop knows no more than this."""
 
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from calm.config import Data, RunConfig
@@ -53,10 +50,11 @@ class TrainingData:
             stream, data.chunk_size, data.sequence_length, self.tokenizer.fill_id, data.align_documents
         )
 
-    def validation_batches(self, rows: int, count: int, among: Processes) -> Iterator[Batch]:
-        for stream in self.validation:
-            if len(stream):
-                yield from islice(evaluation_batches(stream, rows, among.rank, among.size), count)
+    def validation_batches(self, rows: int, at_once: int, among: Processes) -> Iterator[Batch]:
+        """So many rows of validation text, an equal part of each set, whatever the number of processes."""
+        streams = [stream for stream in self.validation if len(stream)]
+        for stream in streams:
+            yield from evaluation_batches(stream, at_once, among.rank, among.size, -(-rows // len(streams)))
 
 
 class AutoencoderStage:
@@ -78,12 +76,12 @@ class AutoencoderStage:
 
     def read(self, step: int) -> dict[str, Any]:
         """This process's share of a step, on the host; it may run ahead of the training."""
-        batch = self.data.loader.batch(step)
+        batch, whole = self.data.loader.batch_and_whole(step)
         return {
             "input_ids": torch.from_numpy(batch.tokens),
             "attention_mask": torch.from_numpy(batch.mask),
             "seeds": [int(seed) for seed in mix(self.config.seed, 4, batch.rows) >> 1],
-            "candidates": self._candidates(step),
+            "candidates": self._candidates(step, whole.tokens),
         }
 
     def parts(self, share: dict[str, Any]) -> list[dict[str, Any]]:
@@ -101,28 +99,23 @@ class AutoencoderStage:
             parts.append({**rows_here, **common})
         return parts
 
-    def _candidates(self, step: int) -> Tensor | None:
+    def _candidates(self, step: int, tokens: np.ndarray) -> Tensor | None:
         """The words of the global batch and some random ones, the same in every process."""
         number = self.config.autoencoder.vocabulary_sample
         if number is None:
             return None
-        tokens = replace(self.data.loader, rank=0, world_size=1).batch(step).tokens
         size = self.model.config.vocab_size
         random = permute(np.arange(min(number, size)), size, self.config.seed, 5, step)
         return torch.from_numpy(np.union1d(tokens, random))
 
     def evaluate(self) -> dict[str, float]:
         """Measures on validation text; `score` decides which checkpoint is the best."""
-        rows = max(1, self.config.data.batch_size // self.among.size // self.config.train.accumulation)
-        batches = self.data.validation_batches(rows, self.config.train.evaluation_batches, self.among)
-        found = evaluate_reconstruction(self.model, batches, extra_noise=(), reduce=self._sum)
+        settings, batch_size = self.config.train, self.config.data.batch_size
+        at_once = max(1, batch_size // self.among.size // settings.accumulation)
+        batches = self.data.validation_batches(settings.evaluation_batches * batch_size, at_once, self.among)
+        found = evaluate_reconstruction(self.model, batches, extra_noise=(), reduce=self.among.add_up)
         names = ("token_accuracy", "token_accuracy_from_mean", "chunk_accuracy", "mean_sigma", "collapsed_dimensions")
         return {"score": found["token_accuracy"], **{name: found[name] for name in names}}
-
-    def _sum(self, sums: Tensor) -> Tensor:
-        if self.among.size > 1:
-            dist.all_reduce(sums, group=self.among.control)
-        return sums
 
     @property
     def tokens_per_step(self) -> int:

@@ -1,9 +1,13 @@
 """What a run leaves to look at: metrics.jsonl, TensorBoard, wandb when asked for, and a plot at the end."""
 
 import json
+import math
 import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from calm.errors import ConfigError
 from calm.files import write_atomic
@@ -12,13 +16,23 @@ METRICS = "metrics.jsonl"
 
 
 class Tracker:
-    """Writes metrics of the first process; in the others it does nothing."""
+    """Writes metrics of the first process; in the others it does nothing. A full disk is told once, and endured."""
 
     def __init__(
-        self, directory: Path, *, first: bool, step: int, tensorboard: bool, wandb: bool, config: dict[str, Any]
+        self,
+        directory: Path,
+        *,
+        first: bool,
+        step: int,
+        tensorboard: bool,
+        wandb: bool,
+        config: dict[str, Any],
+        warn: Callable[[str], None],
     ):
-        self.writers: list[Any] = []
-        self.file = None
+        self.warn, self.told = warn, False
+        self.file: IO[str] | None = None
+        self.board: Any = None
+        self.wandb: Any = None
         if not first:
             return
         keep_until(directory / METRICS, step)
@@ -26,31 +40,46 @@ class Tracker:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            board = SummaryWriter(str(directory / "tensorboard"), purge_step=step)
-            self.writers.append(lambda metrics, step: [board.add_scalar(k, v, step) for k, v in metrics.items()])
+            self.board = SummaryWriter(str(directory / "tensorboard"), purge_step=step)
         if wandb:
-            self.writers.append(_wandb(directory, config))
+            self.wandb = _wandb(directory, config)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if self.file is None:
             return
-        self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
-        self.file.flush()
-        for write in self.writers:
-            write(metrics, step)
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        try:
+            self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
+            self.file.flush()
+            for name, value in metrics.items() if self.board else []:
+                self.board.add_scalar(name, value, step)
+        except OSError as error:
+            if not self.told:
+                self.warn(f"metrics cannot be written ({error.strerror or error}); training goes on")
+            self.told = True
+        if self.wandb:
+            self.wandb.log(metrics, step=step)
 
     def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
+        with suppress(OSError):
+            if self.file:
+                self.file.close()
+            if self.board:
+                self.board.close()
+        if self.wandb:
+            self.wandb.finish()
 
 
-def _wandb(directory: Path, config: dict[str, Any]):
+def _wandb(directory: Path, config: dict[str, Any]) -> Any:
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError("train.wandb is set but wandb is not installed; pip install wandb, or unset it") from error
-    run = wandb.init(project="calm", dir=str(directory), config=config, resume="allow", id=directory.name)
-    return lambda metrics, step: run.log(metrics, step=step)
+    identity = directory / "wandb-id"  # a continued run is the same run there, too
+    if not identity.exists():
+        write_atomic(identity, uuid.uuid4().hex.encode())
+    name = identity.read_text()
+    return wandb.init(project="calm", name=directory.name, dir=str(directory), config=config, resume="allow", id=name)
 
 
 def keep_until(path: Path, step: int) -> None:
@@ -79,7 +108,7 @@ def plot_losses(directory: Path) -> None:
     from matplotlib import pyplot
 
     metrics = read_metrics(directory / METRICS)
-    losses = [(m["step"], m["loss"]) for m in metrics if "loss" in m]
+    losses = [(m["step"], m["loss"]) for m in metrics if m.get("loss") is not None]
     scores = [(m["step"], m["score"]) for m in metrics if "score" in m]
     figure, axis = pyplot.subplots(figsize=(7, 4), constrained_layout=True)
     if losses:

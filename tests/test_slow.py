@@ -1,0 +1,75 @@
+"""Minutes long: what the documentation claims of whole recipes. Run with `make slow`."""
+
+import gzip
+import json
+
+import pytest
+
+from calm.data.shards import PreparedData
+
+pytestmark = pytest.mark.slow
+
+EMBEDDED = ["--tokenizer", "bpe:4096", "--validation-share", 0.05, "--test-share", 0.05, "--output", "data/embedded"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("slow")
+
+
+@pytest.fixture
+def run(calm, folder):
+    def succeed(*arguments) -> dict:
+        done = calm(*arguments, "--json", cwd=folder, timeout=3600)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout)
+
+    return succeed
+
+
+def test_laptop_autoencoder_reconstructs_999_of_1000_tokens_under_its_own_noise(run):
+    run("prepare", "embedded", *EMBEDDED, "--resume")
+    run("train", "laptop-autoencoder", "--output", "runs/laptop")
+    found = run("evaluate", "runs/laptop/model", "--data", "data/embedded")
+    assert found["token_accuracy"] >= 0.999
+    assert found["mean_sigma"] >= 0.15
+    assert found["collapsed_dimensions"] == 0
+
+
+def test_without_the_floor_dimensions_collapse(run):
+    """Table 2's effect: KL without its floor, and without dropout, lets dimensions die; the floor prevents it."""
+    run("prepare", "embedded", *EMBEDDED, "--resume")
+    collapsed = {}
+    for floor in (0.0, 0.5):
+        settings = ["latent_size=128", "token_dropout=0", "latent_dropout=0", f"kl_floor={floor}"]
+        more = [word for setting in settings for word in ("--set", f"autoencoder.{setting}")]
+        output = f"runs/floor-{floor}"
+        run("train", "laptop-autoencoder", "--output", output, "--set", "train.steps=1000", *more)
+        found = run("evaluate", f"{output}/model", "--data", "data/embedded")
+        collapsed[floor] = found["collapsed_dimensions"]
+    assert collapsed[0.0] > 10
+    assert collapsed[0.5] == 0
+
+
+def test_compiled_training_computes_the_same(run, folder):
+    run("prepare", "embedded", *EMBEDDED, "--resume")
+    losses = {}
+    for compiled in (False, True):
+        output = f"runs/compile-{compiled}"
+        settings = ["--set", "train.steps=20", "--set", "train.log_every=20", "--set", f"train.compile={compiled}"]
+        run("train", "toy-autoencoder", "--output", output, *settings)
+        lines = (folder / output / "metrics.jsonl").read_text().splitlines()
+        losses[compiled] = next(json.loads(line)["loss"] for line in lines)
+    assert losses[True] == pytest.approx(losses[False], rel=1e-3)
+
+
+def test_wikipedia_comes_back_letter_for_letter(run, shared, folder):
+    source = shared / "data" / "enwik8.valid.jsonl.gz"
+    run("prepare", source, "--tokenizer", "bpe:8192", "--validation-share", 0, "--output", "data/valid")
+    data = PreparedData(folder / "data" / "valid")
+    stream = data.split("train")
+    with gzip.open(source, "rt") as file:
+        for number, line in enumerate(file):
+            first, last = stream.document_range(number)
+            assert data.tokenizer.decode(stream[first:last].tolist()) == json.loads(line)["text"]
+    assert number + 1 == len(stream.document_lengths)
