@@ -76,7 +76,8 @@ class AutoencoderStage:
 
     def read(self, step: int) -> dict[str, Any]:
         """This process's share of a step, on the host; it may run ahead of the training."""
-        batch, whole = self.data.loader.batch_and_whole(step)
+        sampled = self.config.autoencoder.vocabulary_sample is not None
+        batch, whole = self.data.loader.batch_and_whole(step, whole=sampled)
         return {
             "input_ids": torch.from_numpy(batch.tokens),
             "attention_mask": torch.from_numpy(batch.mask),
