@@ -152,7 +152,7 @@ def train(
     logging.disable_progress_bar()
 
     first = os.environ.get("RANK", "0") == "0"
-    with console.training_progress(enabled=first) as report:
+    with console.training_progress(resolved.train.steps, enabled=first) as report:
         summary = run(resolved, output, resume=resume, report=report, warn=console.warn)
     if first and as_json:
         _print_json(summary)

@@ -59,16 +59,19 @@ def preparation_progress() -> Iterator[Callable[["Report"], None]]:
 
 
 @contextmanager
-def training_progress(enabled: bool = True) -> Iterator[Callable[["StepReport"], None]]:
+def training_progress(steps: int, enabled: bool = True) -> Iterator[Callable[["StepReport"], None]]:
     """One live line: step, loss, tokens a second, share of the machine's peak, time left. Plain lines into a file."""
     columns = (
         TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
         BarColumn(),
         TextColumn("{task.fields[done]}"),
     )
-    live = stderr.is_terminal and enabled
+    live = stderr.is_terminal
+    if not enabled:
+        yield lambda _: None
+        return
     with Progress(*columns, TimeRemainingColumn(compact=True), console=stderr, disable=not live) as progress:
-        task = progress.add_task("training", total=None, done="")
+        task = progress.add_task("training", total=steps, done="starting")
 
         def show(report: "StepReport") -> None:
             metrics = report.metrics
@@ -79,7 +82,7 @@ def training_progress(enabled: bool = True) -> Iterator[Callable[["StepReport"],
                 parts.append(f"{metrics['share_of_peak']:.0%} of peak")
             if "score" in metrics:
                 parts.append(f"score {metrics['score']:.5f}")
-            progress.update(task, completed=report.step, total=report.steps, done=" · ".join(parts))
+            progress.update(task, completed=report.step, done=" · ".join(parts))
             if not live and (report.step % max(1, report.steps // 20) == 0 or report.step == report.steps):
                 stderr.print(f"step {report.step:,}/{report.steps:,} · {' · '.join(parts)}", soft_wrap=True)
 
