@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from calm.data.chunks import ChunkedStream
+from calm.data.chunks import ChunkedStream, Row
 from calm.errors import DataError
 
 ROUND = 1000  # rows in which the weights of a mixture are kept exactly
@@ -30,6 +30,11 @@ def mix(*values: int | np.ndarray) -> np.ndarray:
             state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             state = state ^ (state >> np.uint64(31))
     return state
+
+
+def row_seeds(rows: np.ndarray, *key: int) -> list[int]:
+    """A seed for the randomness of each row, as torch takes it: 63 bits."""
+    return [int(seed) for seed in mix(*key, rows) >> 1]
 
 
 def permute(index: np.ndarray, size: int, *key: int | np.ndarray) -> np.ndarray:
@@ -101,7 +106,7 @@ class Loader:
         indices = self._indices(sets, places)
         fills = self._fills(rows)
         made = [self.streams[s].row(int(i), int(f)) for s, i, f in zip(sets, indices, fills, strict=True)]
-        batch = Batch(np.stack([row.tokens for row in made]), np.stack([row.mask for row in made]), rows)
+        batch = _batch(made, rows)
         return Batch(*(part[mine] for part in batch)), batch
 
     def _places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -128,6 +133,10 @@ class Loader:
         return indices
 
 
+def _batch(made: list[Row], rows: np.ndarray) -> Batch:
+    return Batch(np.stack([row.tokens for row in made]), np.stack([row.mask for row in made]), rows)
+
+
 def evaluation_batches(
     stream: ChunkedStream, batch_size: int, rank: int = 0, world_size: int = 1, most_rows: int | None = None
 ) -> Iterator[Batch]:
@@ -139,4 +148,4 @@ def evaluation_batches(
     mine = np.arange(rank, -(-count // world_size) * world_size, world_size)
     for rows in np.split(mine, range(batch_size, len(mine), batch_size)):
         made = [stream.row(int(row) if row < count else len(stream) + 1) for row in rows]
-        yield Batch(np.stack([row.tokens for row in made]), np.stack([row.mask for row in made]), rows)
+        yield _batch(made, rows)

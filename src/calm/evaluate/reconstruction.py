@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calm.data.loader import Batch, mix
+from calm.data.loader import Batch, row_seeds
 from calm.models.autoencoder import ChunkAutoencoder
 from calm.noise import RowNoise
 
@@ -32,7 +32,7 @@ def evaluate_reconstruction(
     """
     names = ["mean", "sample", *(f"extra {scale}" for scale in extra_noise)]
     right = {name: torch.zeros(2, dtype=torch.float64) for name in names}  # tokens, chunks
-    totals = torch.zeros(5, dtype=torch.float64)  # tokens, chunks, sum of std, nats of tokens, nats of KL
+    totals = torch.zeros(4, dtype=torch.float64)  # tokens, chunks, sum of std, nats of tokens
     kl = torch.zeros(model.config.latent_size, dtype=torch.float64)
     was_training = model.training
     model.eval()
@@ -41,7 +41,7 @@ def evaluate_reconstruction(
             chunks, real = _chunks(model, batch.tokens), _chunks(model, batch.mask)  # (B, L, K)
             real[torch.from_numpy(batch.rows > 0), 0] = False  # a row begins with the last chunk of the one before
             counted = real.any(-1)  # (B, L)
-            noise = RowNoise([int(seed) for seed in mix(seed, batch.rows) >> 1], chunks.device)
+            noise = RowNoise(row_seeds(batch.rows, seed), chunks.device)
             posterior = model.encode(chunks).float()
             draw = (chunks.shape[1], model.config.latent_size)
             sample = posterior.sample(noise.normal(*draw))
@@ -59,10 +59,9 @@ def evaluate_reconstruction(
             if model.config.variational:
                 kl += posterior.kl()[counted].sum(0).cpu()
     model.train(was_training)
-    totals[4] = kl.sum()
     right = {name: reduce(sums) for name, sums in right.items()}
     totals, kl = reduce(totals), reduce(kl)
-    tokens, chunks, std, nats, kl_nats = totals.tolist()
+    tokens, chunks, std, nats = totals.tolist()
     accuracy = {name: (sums / totals[:2].clamp(min=1)).tolist() for name, sums in right.items()}
     chunks = max(chunks, 1.0)
     return {
@@ -75,7 +74,7 @@ def evaluate_reconstruction(
         "mean_sigma": std / chunks / model.config.latent_size,
         "collapsed_dimensions": int((kl / chunks < COLLAPSED).sum()) if model.config.variational else 0,
         "latent_size": model.config.latent_size,
-        "kl_bits_per_chunk": kl_nats / chunks / math.log(2) if model.config.variational else None,
+        "kl_bits_per_chunk": kl.sum().item() / chunks / math.log(2) if model.config.variational else None,
         "reconstruction_bits_per_chunk": nats / chunks / math.log(2),
         "robustness": [
             {"extra_noise": scale, "token_accuracy": accuracy[name][0], "chunk_accuracy": accuracy[name][1]}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from calm.config import Data, RunConfig
 from calm.data.chunks import ChunkedStream
-from calm.data.loader import Batch, Loader, evaluation_batches, mix, permute
+from calm.data.loader import Batch, Loader, evaluation_batches, permute, row_seeds
 from calm.data.shards import PreparedData
 from calm.errors import DataError
 from calm.evaluate.reconstruction import evaluate_reconstruction
@@ -81,7 +81,7 @@ class AutoencoderStage:
         return {
             "input_ids": torch.from_numpy(batch.tokens),
             "attention_mask": torch.from_numpy(batch.mask),
-            "seeds": [int(seed) for seed in mix(self.config.seed, 4, batch.rows) >> 1],
+            "seeds": row_seeds(batch.rows, self.config.seed, 4),
             "candidates": self._candidates(step, whole.tokens),
         }
 
