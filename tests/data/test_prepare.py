@@ -21,7 +21,7 @@ from calm.data.shards import MANIFEST, PreparedData, ShardWriter
 from calm.data.workers import PrepareOptions
 from calm.data.workspace import PROGRESS
 from calm.errors import DataError, UserError
-from calm.files import sha256_of
+from calm.files import claimed, sha256_of
 
 OPTIONS = PrepareOptions("bpe:400", validation_share=0.2, test_share=0.1, shard_tokens=300)
 
@@ -103,19 +103,13 @@ def reference(corpus, tmp_path_factory):
 OPTIONS_BIG = PrepareOptions("bpe:1000", validation_share=0.05, shard_tokens=200_000)
 
 
+def arguments(corpus, output) -> list[str]:
+    chosen = ["--tokenizer", "bpe:1000", "--validation-share", "0.05", "--shard-tokens", "200000"]
+    return ["prepare", str(corpus), "--output", str(output), *chosen]
+
+
 def start(corpus, output, *more):
-    command = [
-        sys.executable,
-        "-m",
-        "calm",
-        "prepare",
-        str(corpus),
-        "--tokenizer",
-        "bpe:1000",
-        "--output",
-        str(output),
-    ]
-    command += ["--validation-share", "0.05", "--shard-tokens", "200000", *more]
+    command = [sys.executable, "-m", "calm", *arguments(corpus, output), *more]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
@@ -125,25 +119,24 @@ def test_the_number_of_workers_changes_nothing(corpus, reference, tmp_path):
         assert contents(tmp_path / workers) == reference
 
 
-def test_killed_again_and_again_it_ends_in_the_same_bytes(corpus, reference, tmp_path, monkeypatch):
+def test_killed_again_and_again_it_ends_in_the_same_bytes(corpus, reference, tmp_path):
+    """Killed at every kind of place where something reaches the disk, whatever the speed of the machine."""
     output = tmp_path / "data"
-    rng = np.random.default_rng(1)
     code = (
-        "import calm.data.prepare as p; p.SECONDS_BETWEEN_RECORDS = 0.0;"
-        "from calm.cli import main; main()"  # a record after every block: the most places to be killed at
+        "import os, calm.data.prepare as p\n"
+        "p.SECONDS_BETWEEN_RECORDS = 0.0\n"  # a record after every block: the most places to be killed at
+        "left, sync = int(os.environ['SYNCS']), os.fsync\n"
+        "def die(descriptor):\n"
+        "    global left\n"
+        "    left -= 1\n"
+        "    os.kill(os.getpid(), 9) if left < 0 else sync(descriptor)\n"
+        "os.fsync = die\n"
+        "from calm.cli import main; main()"
     )
-    killed = 0
-    for _ in range(6):
-        process = start(corpus, output, "--resume", "--workers", "2")
-        process.kill()
-        process.wait()
-        command = [sys.executable, "-c", code, *process.args[3:], "--resume", "--workers", "1"]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(rng.uniform(0.5, 3.0))
-        killed += process.poll() is None
-        process.kill()
-        process.wait()
-    assert killed >= 2, "the runs ended too early to be killed"
+    for syncs in (0, 1, 3, 6, 8, 10):
+        command = [sys.executable, "-c", code, *arguments(corpus, output), "--resume", "--workers", "1"]
+        done = subprocess.run(command, capture_output=True, env={**os.environ, "SYNCS": str(syncs)}, timeout=120)
+        assert done.returncode == -signal.SIGKILL, done.stderr
     final = start(corpus, output, "--resume", "--workers", "2")
     assert final.wait() == 0, final.stderr.read()
     assert contents(output) == reference
@@ -151,7 +144,9 @@ def test_killed_again_and_again_it_ends_in_the_same_bytes(corpus, reference, tmp
 
 def test_ctrl_c_is_one_line_and_leaves_no_worker(corpus, tmp_path):
     process = start(corpus, tmp_path / "data", "--workers", "2")
-    time.sleep(2.5)
+    while process.poll() is None and not (tmp_path / "data" / PROGRESS).exists():
+        time.sleep(0.05)
+    time.sleep(0.5)
     workers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)
@@ -193,13 +188,11 @@ def test_a_directory_that_was_being_cleared_is_still_ours(jsonl, tmp_path):
 
 
 def test_two_at_once(corpus, tmp_path):
-    first = start(corpus, tmp_path / "data")
-    time.sleep(1.5)
-    second = start(corpus, tmp_path / "data", "--resume")
-    _, said = second.communicate()
+    with claimed(tmp_path / "data", "calm prepare"):
+        second = start(corpus, tmp_path / "data", "--resume")
+        _, said = second.communicate(timeout=60)
     assert second.returncode == 2
     assert "another calm prepare is writing" in said
-    assert first.wait() == 0
 
 
 def test_directories_of_other_runs_are_refused(jsonl, prepared, tmp_path):
