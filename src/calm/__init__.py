@@ -12,6 +12,8 @@ from calm import _auto
 __version__ = "0.1.0.dev0"
 
 _NAMES = {
+    "CalmConfig": "calm.models.configuration",
+    "CalmForCausalLM": "calm.models.calm",
     "ChunkAutoencoder": "calm.models.autoencoder",
     "ChunkAutoencoderConfig": "calm.models.configuration",
     "Posterior": "calm.models.posterior",
@@ -35,6 +37,6 @@ def __dir__() -> list[str]:
 _auto.register_when_imported(
     {
         "transformers.models.auto.configuration_auto": "calm.models.configuration",
-        "transformers.models.auto.modeling_auto": "calm.models.autoencoder",
+        "transformers.models.auto.modeling_auto": "calm.models.calm",
     }
 )

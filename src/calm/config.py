@@ -65,6 +65,36 @@ class Autoencoder(Section):
     )
 
 
+class LanguageModel(Section):
+    """The continuous language model of §3; of a Transformer only the backbone counts."""
+
+    autoencoder: Path | None = Field(None, description="the directory of a trained autoencoder")
+    start: Path | None = Field(None, description="a language model's directory to continue from, as it is")
+    backbone: Path | dict[str, Any] = Field(
+        {}, description="fields of a transformers config (model_type: llama by default), or a pretrained directory"
+    )
+    model_input: Literal["discrete", "continuous", "both"] = Field("discrete", description="Table 5 of the paper")
+    head: Literal["energy", "flow", "diffusion"] = "energy"
+    num_head_layers: int | None = Field(None, ge=1, description="blocks; null: a quarter of the backbone's layers")
+    num_model_samples: int = Field(8, ge=1, description="N, samples or repeats of a position in training")
+    num_target_samples: int | None = Field(None, ge=1, description="M of the energy loss; null: closed form")
+    alpha: float = Field(1.0, gt=0, le=2, description="exponent of the energy score")
+    noise_size: int = Field(64, ge=1, description="of the energy head")
+    sampler: Literal["euler", "midpoint"] = Field("midpoint", description="of the flow head")
+    num_sampling_steps: int | None = Field(None, ge=1, description="of the flow and the diffusion head")
+
+    @model_validator(mode="after")
+    def _sensible(self) -> "LanguageModel":
+        if self.head == "energy" and self.num_model_samples < 2:
+            raise ValueError(
+                "the energy loss compares samples with each other: num_model_samples must be at least 2, "
+                f"not {self.num_model_samples}"
+            )
+        if self.start is not None and (other := self.model_fields_set - {"start"}):
+            raise ValueError(f"start takes the model as it is, so {', '.join(sorted(other))} cannot be set beside it")
+        return self
+
+
 class Optimizer(Section):
     """AdamW with the paper's settings (§7.1)."""
 
@@ -97,12 +127,23 @@ class Train(Section):
 class RunConfig(Section):
     """One run."""
 
-    stage: Literal["autoencoder"] = "autoencoder"
+    stage: Literal["autoencoder", "language-model", "transformer"] = "autoencoder"
     seed: int = Field(0, ge=0, lt=2**63, description="everything random in a run follows from it")
     data: Data
     autoencoder: Autoencoder = Autoencoder()  # pyright: ignore[reportCallIssue]
+    language_model: LanguageModel = LanguageModel()  # pyright: ignore[reportCallIssue]
     optimizer: Optimizer = Optimizer()  # pyright: ignore[reportCallIssue]
     train: Train
+
+    @model_validator(mode="after")
+    def _has_an_autoencoder(self) -> "RunConfig":
+        model = self.language_model
+        if self.stage == "language-model" and model.autoencoder is None and model.start is None:
+            raise ValueError(
+                "language_model.autoencoder is missing: train one first, and name its model directory; or name a "
+                "language model to continue from, with language_model.start"
+            )
+        return self
 
 
 def recipe_names() -> list[str]:

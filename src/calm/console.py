@@ -82,6 +82,8 @@ def training_progress(steps: int, enabled: bool = True) -> Iterator[Callable[["S
                 parts.append(f"{metrics['share_of_peak']:.0%} of peak")
             if "score" in metrics:
                 parts.append(f"score {metrics['score']:.5f}")
+            if "brier_1" in metrics:
+                parts.append(f"Brier-1 {metrics['brier_1']:.2f}")
             progress.update(task, completed=report.step, done=" · ".join(parts))
             if not live and (report.step % max(1, report.steps // 20) == 0 or report.step == report.steps):
                 stderr.print(f"step {report.step:,}/{report.steps:,} · {' · '.join(parts)}", soft_wrap=True)

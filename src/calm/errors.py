@@ -5,9 +5,13 @@ class UserError(Exception):
     """Something the user gave is wrong; the message names the value and the remedy."""
 
 
-class ConfigError(UserError):
-    """A recipe, or a `--set`, that cannot be used."""
+class ConfigError(UserError, ValueError):
+    """A recipe, a `--set` or an argument that cannot be used."""
 
 
 class DataError(UserError):
     """A source, a prepared data set or a tokenizer that cannot be used."""
+
+
+class CalmWarning(UserWarning):
+    """Something that works, but seldom does what one wants."""

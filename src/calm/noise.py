@@ -28,3 +28,25 @@ class RowNoise:
     def _draw(self, function, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         drawn = [function(shape, generator=g, device=g.device, dtype=dtype) for g in self.generators]
         return torch.stack(drawn)  # (B, *shape)
+
+
+Source = torch.Generator | RowNoise | None  # who is asked for noise; None is torch's global generator
+
+
+def draw_normal(source: Source, like: Tensor, count: int, size: int) -> Tensor:
+    """Standard normal noise for `count` samples at each position of `like` (..., any): (count, ..., size)."""
+    return _draw(torch.randn, source, like, count, size)
+
+
+def draw_uniform(source: Source, like: Tensor, count: int, size: int) -> Tensor:
+    """Noise uniform in [0, 1) for `count` samples at each position of `like` (..., any): (count, ..., size)."""
+    return _draw(torch.rand, source, like, count, size)
+
+
+def _draw(function, source: Source, like: Tensor, count: int, size: int) -> Tensor:
+    shape = like.shape[:-1]
+    if isinstance(source, RowNoise):
+        return source._draw(function, (count, *shape[1:], size), like.dtype).movedim(0, 1)
+    device = like.device if source is None else source.device
+    noise = function((count, *shape, size), generator=source, device=device, dtype=like.dtype)
+    return noise.to(like.device)

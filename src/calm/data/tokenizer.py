@@ -159,8 +159,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer.from_json(backend.to_str(), END, FILL, MASK)
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """A tokenizer directory (ours or Hugging Face's), a tiktoken file, or a hub name."""
+def load_tokenizer(name: str, ids: dict[str, int] | None = None) -> Tokenizer:
+    """A tokenizer directory (ours or Hugging Face's), a tiktoken file, or a hub name.
+
+    `ids` says which ids are `eos_token` and `pad_token` where a directory's own files do not.
+    """
     path = Path(name)
     if path.is_file():
         return _load_tiktoken(path)
@@ -169,7 +172,9 @@ def load_tokenizer(name: str) -> Tokenizer:
         try:
             content = (path / "tokenizer.json").read_text("utf-8")
             config = json.loads(config_file.read_text("utf-8")) if config_file.exists() else {}
-            return _with_roles(tokenizers.Tokenizer.from_str(content), content, config)
+            backend = tokenizers.Tokenizer.from_str(content)
+            known = {role: backend.id_to_token(number) for role, number in (ids or {}).items()}
+            return _with_roles(backend, content, known | {role: token for role, token in config.items() if token})
         except Exception as error:  # the backend raises bare Exceptions for a broken file
             raise DataError(f"the tokenizer in {path} cannot be read: {error}") from error
     return _load_hub(name)
@@ -198,7 +203,7 @@ def _with_roles(backend: tokenizers.Tokenizer, content: str, config: dict[str, A
         ("fill", "pad_token", FILL),
         ("mask", "mask_token", MASK),
     ):
-        token = config.get(key) or ours
+        token = config.get(key) or (LLAMA3_ROLES["mask"] if _is_free(backend, role) else ours)
         token = token["content"] if isinstance(token, dict) else str(token)
         roles[role] = ours if token in roles.values() else token  # an end token that doubles as padding is no fill
     missing = [token for token in roles.values() if backend.token_to_id(token) is None]
@@ -206,6 +211,11 @@ def _with_roles(backend: tokenizers.Tokenizer, content: str, config: dict[str, A
         backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in missing])
         content = backend.to_str()
     return Tokenizer.from_json(content, **roles)
+
+
+def _is_free(backend: tokenizers.Tokenizer, role: str) -> bool:
+    """Whether a tokenizer of Llama 3's family lends its reserved token for the mask, as its tiktoken file does."""
+    return role == "mask" and backend.token_to_id(LLAMA3_ROLES["mask"]) is not None
 
 
 def _load_tiktoken(path: Path) -> Tokenizer:

@@ -9,24 +9,9 @@ from calm.data.chunks import ChunkedStream
 from calm.data.loader import evaluation_batches
 from calm.data.shards import PreparedData
 from calm.data.tokenizer import load_tokenizer
-from calm.errors import DataError, UserError
+from calm.errors import DataError
 from calm.evaluate.reconstruction import evaluate_reconstruction
-from calm.models.autoencoder import ChunkAutoencoder
-
-
-def load_autoencoder(directory: Path) -> ChunkAutoencoder:
-    """A saved autoencoder; what is wrong with it is said in one sentence."""
-    if not (directory / "config.json").exists():
-        hint = f"; its model is in {directory / 'model'}" if (directory / "model" / "config.json").exists() else ""
-        raise UserError(f"{directory} is not a model directory (no config.json in it){hint}")
-    try:
-        loaded: Any = ChunkAutoencoder.from_pretrained(directory, output_loading_info=True)
-    except Exception as error:  # transformers and safetensors raise many kinds for a broken directory
-        raise UserError(f"the model in {directory} cannot be read: {str(error).splitlines()[0]}") from error
-    model, found = loaded
-    if wrong := [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in found[kind]]:
-        raise UserError(f"the weights in {directory} do not fit their config.json: {', '.join(map(str, wrong[:3]))}")
-    return model
+from calm.models.loading import load_autoencoder
 
 
 def evaluate_autoencoder(

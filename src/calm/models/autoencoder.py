@@ -17,7 +17,7 @@ from transformers.utils.generic import ModelOutput
 from calm.models.configuration import ChunkAutoencoderConfig
 from calm.models.posterior import Posterior, drop, floored_kl
 from calm.noise import RowNoise
-from calm.scores.vocabulary import nearest_words, vocabulary_cross_entropy
+from calm.scores.vocabulary import most_probable_words, nearest_words, vocabulary_cross_entropy
 
 
 @dataclass
@@ -94,6 +94,7 @@ class ChunkAutoencoder(PreTrainedModel):
     config: ChunkAutoencoderConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
+    entered_by = ("encode", "decode", "tokens", "reconstruct")  # methods that need whole parameters under FSDP
 
     def __init__(self, config: ChunkAutoencoderConfig):
         super().__init__(config)
@@ -117,6 +118,11 @@ class ChunkAutoencoder(PreTrainedModel):
     def decode(self, latents: Tensor) -> Tensor:
         """(..., Z) → logits (..., K, V)."""
         return self.decoder(latents) @ self.embedding.weight.T
+
+    def tokens(self, latents: Tensor) -> Tensor:
+        """The most probable chunk of each latent: (..., Z) → (..., K) ids."""
+        states = self.decoder(latents)  # (..., K, d)
+        return most_probable_words(states.flatten(0, -2), self.embedding.weight).view(states.shape[:-1])
 
     def reconstruct(self, latents: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens that latents stand for, and the nats that the true ones cost: (..., K) and (..., K)."""

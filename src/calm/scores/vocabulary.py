@@ -4,6 +4,7 @@ The logits of a slice of tokens are made, turned into loss and gradient at once,
 only scales what is there.
 """
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -60,10 +61,23 @@ def vocabulary_cross_entropy(
 def nearest_words(states: Tensor, words: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The most probable word of each state, and -log probability of its target: (n,) and (n,)."""
     ids, losses = torch.empty_like(targets), torch.empty(len(targets), device=states.device)
-    rows = max(1, SLICE_ELEMENTS // len(words))
-    for start in range(0, len(targets), rows):
-        here = slice(start, start + rows)
-        logits = (states[here] @ words.T).float()
+    for here, logits in _logits(states, words):
         ids[here] = logits.argmax(-1)
         losses[here] = logits.logsumexp(-1) - logits.gather(1, targets[here, None])[:, 0]
     return ids, losses
+
+
+@torch.no_grad()
+def most_probable_words(states: Tensor, words: Tensor) -> Tensor:
+    """The most probable word of each state: (n, d), (V, d) → (n,)."""
+    ids = torch.empty(len(states), dtype=torch.long, device=states.device)
+    for here, logits in _logits(states, words):
+        ids[here] = logits.argmax(-1)
+    return ids
+
+
+def _logits(states: Tensor, words: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    rows = max(1, SLICE_ELEMENTS // len(words))
+    for start in range(0, len(states), rows):
+        here = slice(start, start + rows)
+        yield here, (states[here] @ words.T).float()

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+from calm.models.calm import transformer_layers
+
 
 @dataclass(frozen=True)
 class Processes:
@@ -77,12 +79,11 @@ def shard(model: nn.Module, among: Processes) -> None:
     """Spread parameters, gradients and optimizer state over the processes; a single process is left as it is."""
     if among.size == 1:
         return
-    for part in model.sharded_parts():  # pyright: ignore[reportCallIssue]
+    parts = model.sharded_parts() if hasattr(model, "sharded_parts") else transformer_layers(model)  # pyright: ignore
+    for part in (*parts, model):
         fully_shard(part)
-    fully_shard(model)
-    for method in ("encode", "reconstruct"):
-        if hasattr(model, method):
-            register_fsdp_forward_method(model, method)
+        for method in getattr(part, "entered_by", ()):
+            register_fsdp_forward_method(part, method)
 
 
 def whole(tensor: Tensor) -> Tensor:

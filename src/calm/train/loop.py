@@ -192,7 +192,8 @@ class _Run:
                 output = self.compute(**part)
             (output.loss * self.among.size).backward()  # FSDP takes the mean over processes
             for name, value in output.items():
-                sums[name] = sums.get(name, 0.0) + value.detach()
+                if isinstance(value, torch.Tensor) and value.ndim == 0:
+                    sums[name] = sums.get(name, 0.0) + value.detach()
         metrics = dict(zip(sums, self.among.sum(*(float(value) for value in sums.values())), strict=True))
         norm = whole(clip_grad_norm_(self.model.parameters(), settings.gradient_clip)).item()
         rate = learning_rate(

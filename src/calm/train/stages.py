@@ -1,104 +1,130 @@
 """What is trained: the model of a stage, the loss of a step, and its score. The loop knows no more than this."""
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from calm.config import Data, RunConfig
-from calm.data.chunks import ChunkedStream
-from calm.data.loader import Batch, Loader, evaluation_batches, permute, row_seeds
-from calm.data.shards import PreparedData
-from calm.errors import DataError
+from calm.config import LanguageModel, RunConfig
+from calm.data.loader import Batch, permute, row_seeds
+from calm.data.tokenizer import Tokenizer, load_tokenizer
+from calm.errors import ConfigError, DataError, UserError
+from calm.evaluate.health import evaluate_predictions
 from calm.evaluate.reconstruction import evaluate_reconstruction
+from calm.evaluate.softmax import evaluate_softmax
 from calm.models.autoencoder import ChunkAutoencoder, count_chunks
-from calm.models.configuration import ChunkAutoencoderConfig
+from calm.models.calm import IGNORED, CalmForCausalLM
+from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig
+from calm.models.loading import load_autoencoder, load_calm, load_softmax
 from calm.noise import RowNoise
+from calm.train.data import TrainingData
 from calm.train.distributed import Processes
+from calm.train.memory import training_memory
+
+HEAD_SETTINGS = (
+    "model_input",
+    "head",
+    "num_head_layers",
+    "num_model_samples",
+    "num_target_samples",
+    "alpha",
+    "noise_size",
+    "sampler",
+    "num_sampling_steps",
+)
 
 
-class TrainingData:
-    """The prepared sets of a recipe, which must share one tokenizer."""
-
-    def __init__(self, data: Data, seed: int, among: Processes):
-        sets = [PreparedData(s.path, verify=data.verify and among.is_first) for s in data.sets]
-        self.tokenizer = sets[0].tokenizer
-        for other in sets[1:]:
-            if other.tokenizer.sha256 != self.tokenizer.sha256:
-                raise DataError(f"{other.directory} and {sets[0].directory} were prepared with different tokenizers")
-        self.loader = Loader(
-            [self._chunked(prepared, "train", data) for prepared in sets],
-            [s.weight for s in data.sets],
-            data.batch_size,
-            seed,
-            data.front_fill,
-            among.rank,
-            among.size,
-        )
-        self.validation = [self._chunked(prepared, "validation", data) for prepared in sets]
-        if not any(len(stream) for stream in self.validation):
-            raise DataError(
-                f"{sets[0].directory} has no validation documents; prepare it with a larger --validation-share"
-            )
-
-    def _chunked(self, prepared: PreparedData, split: str, data: Data) -> ChunkedStream:
-        stream = prepared.split(split)
-        return ChunkedStream(
-            stream, data.chunk_size, data.sequence_length, self.tokenizer.fill_id, data.align_documents
-        )
-
-    def validation_batches(self, rows: int, at_once: int, among: Processes) -> Iterator[Batch]:
-        """So many rows of validation text, an equal part of each set, whatever the number of processes."""
-        streams = [stream for stream in self.validation if len(stream)]
-        for stream in streams:
-            yield from evaluation_batches(stream, at_once, among.rank, among.size, -(-rows // len(streams)))
-
-
-class AutoencoderStage:
-    """§2: reconstruct chunks."""
+class Stage(ABC):
+    """What the stages share: rows of a step, in parts, each part what the model's `forward` takes."""
 
     def __init__(self, config: RunConfig, among: Processes):
         self.config, self.among = config, among
         self.data = TrainingData(config.data, config.seed, among)
-        fields = config.autoencoder.model_dump(exclude={"vocabulary_sample"})
-        tokenizer = self.data.tokenizer
-        self.model = ChunkAutoencoder(
-            ChunkAutoencoderConfig(
-                vocab_size=tokenizer.vocab_size,
-                chunk_size=config.data.chunk_size,
-                mask_token_id=tokenizer.mask_id,
-                **fields,
-            )
-        )
+        self.model: Any = self.build()
+
+    @abstractmethod
+    def build(self) -> PreTrainedModel: ...
+
+    @abstractmethod
+    def count(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """What the loss is a mean over, in some rows."""
+
+    @abstractmethod
+    def part(self, tokens: Tensor, mask: Tensor, noise: RowNoise, count: float) -> dict[str, Any]:
+        """What the model's `forward` takes for some rows."""
+
+    @abstractmethod
+    def measure(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """Measures on validation rows; `score` decides which checkpoint is the best."""
 
     def read(self, step: int) -> dict[str, Any]:
         """This process's share of a step, on the host; it may run ahead of the training."""
-        sampled = self.config.autoencoder.vocabulary_sample is not None
-        batch, whole = self.data.loader.batch_and_whole(step, whole=sampled)
+        return self._share(self.data.loader.batch(step))
+
+    def _share(self, batch: Batch) -> dict[str, Any]:
         return {
-            "input_ids": torch.from_numpy(batch.tokens),
-            "attention_mask": torch.from_numpy(batch.mask),
+            "tokens": torch.from_numpy(batch.tokens),
+            "mask": torch.from_numpy(batch.mask),
             "seeds": row_seeds(batch.rows, self.config.seed, 4),
-            "candidates": self._candidates(step, whole.tokens),
         }
 
     def parts(self, share: dict[str, Any]) -> list[dict[str, Any]]:
         """What to give to the model's `forward`, part for part."""
-        tokens, mask, device = share["input_ids"], share["attention_mask"], self.among.device
-        counted = count_chunks(tokens, mask, self.config.data.chunk_size).sum().item()
-        common = {"num_chunks": self.among.sum(counted)[0], "candidates": share["candidates"]}
-        if common["candidates"] is not None:
-            common["candidates"] = common["candidates"].to(device)
+        tokens, mask, device = share["tokens"], share["mask"], self.among.device
+        (count,) = self.among.sum(self.count(tokens, mask).sum().item())
         parts = []
         for rows in torch.arange(len(tokens)).chunk(self.config.train.accumulation):
             here = slice(int(rows[0]), int(rows[-1]) + 1)
             noise = RowNoise(share["seeds"][here], device)
-            rows_here = {"input_ids": tokens[here].to(device), "attention_mask": mask[here].to(device), "noise": noise}
-            parts.append({**rows_here, **common})
+            parts.append(self.part(tokens[here].to(device), mask[here].to(device), noise, count))
         return parts
+
+    def evaluate(self) -> dict[str, float]:
+        settings, batch_size = self.config.train, self.config.data.batch_size
+        at_once = max(1, batch_size // self.among.size // settings.accumulation)
+        return self.measure(self.data.validation_batches(settings.evaluation_batches * batch_size, at_once, self.among))
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.data.batch_size * self.config.data.sequence_length
+
+    def estimated_memory(self) -> float:
+        """Bytes that one process will need."""
+        rows = self.config.data.batch_size / self.among.size / self.config.train.accumulation
+        return training_memory(self.model, self.config, rows, self.among.size)
+
+    def save_extras(self, directory: Path) -> None:
+        self.data.tokenizer.save(directory)
+
+
+class AutoencoderStage(Stage):
+    """§2: reconstruct chunks."""
+
+    def build(self) -> ChunkAutoencoder:
+        tokenizer = self.data.tokenizer
+        return ChunkAutoencoder(autoencoder_config(self.config, tokenizer.vocab_size, tokenizer.mask_id))
+
+    def read(self, step: int) -> dict[str, Any]:
+        sampled = self.config.autoencoder.vocabulary_sample is not None
+        batch, whole = self.data.loader.batch_and_whole(step, whole=sampled)
+        return {**self._share(batch), "candidates": self._candidates(step, whole.tokens)}
+
+    def parts(self, share: dict[str, Any]) -> list[dict[str, Any]]:
+        candidates = share["candidates"]
+        if candidates is not None:
+            candidates = candidates.to(self.among.device)
+        return [{**part, "candidates": candidates} for part in super().parts(share)]
+
+    def count(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        return count_chunks(tokens, mask, self.config.data.chunk_size)
+
+    def part(self, tokens: Tensor, mask: Tensor, noise: RowNoise, count: float) -> dict[str, Any]:
+        return {"input_ids": tokens, "attention_mask": mask, "noise": noise, "num_chunks": count}
 
     def _candidates(self, step: int, tokens: np.ndarray) -> Tensor | None:
         """The words of the global batch and some random ones, the same in every process."""
@@ -109,11 +135,7 @@ class AutoencoderStage:
         random = permute(np.arange(min(number, size)), size, self.config.seed, 5, step)
         return torch.from_numpy(np.union1d(tokens, random))
 
-    def evaluate(self) -> dict[str, float]:
-        """Measures on validation text; `score` decides which checkpoint is the best."""
-        settings, batch_size = self.config.train, self.config.data.batch_size
-        at_once = max(1, batch_size // self.among.size // settings.accumulation)
-        batches = self.data.validation_batches(settings.evaluation_batches * batch_size, at_once, self.among)
+    def measure(self, batches: Iterable[Batch]) -> dict[str, float]:
         found = evaluate_reconstruction(self.model, batches, extra_noise=(), reduce=self.among.add_up)
         names = ("token_accuracy", "token_accuracy_from_mean", "chunk_accuracy", "mean_sigma", "collapsed_dimensions")
         return {"score": found["token_accuracy"], **{name: found[name] for name in names}}
@@ -122,17 +144,128 @@ class AutoencoderStage:
     def tokens_per_step(self) -> int:
         return self.config.data.batch_size * (self.config.data.sequence_length + self.config.data.chunk_size)
 
-    def estimated_memory(self) -> float:
-        """Bytes on one process: parameters, gradients, two moments and the checkpoint's copy, and activations."""
-        parameters = sum(p.numel() for p in self.model.parameters()) / self.among.size
-        config = self.model.config
-        tokens = self.tokens_per_step / self.among.size / self.config.train.accumulation
-        width = 4 * config.hidden_size + 6 * config.intermediate_size
-        layers = config.num_encoder_layers + config.num_decoder_layers
-        return parameters * 4 * 7 + tokens * width * 4 * (1 + layers / 2)
 
-    def save_extras(self, directory: Path) -> None:
-        self.data.tokenizer.save(directory)
+class LanguageModelStage(Stage):
+    """§3: predict the latent of the next chunk."""
+
+    def build(self) -> CalmForCausalLM:
+        settings, data, tokenizer = self.config.language_model, self.config.data, self.data.tokenizer
+        if settings.start is not None:
+            model, place = load_calm(settings.start), settings.start
+        else:
+            assert settings.autoencoder is not None
+            autoencoder, place = load_autoencoder(settings.autoencoder), settings.autoencoder
+            pretrained = _pretrained_backbone(settings.backbone, tokenizer)
+            model = CalmForCausalLM(calm_config(settings, autoencoder.config, pretrained and pretrained.config))
+            model.autoencoder.load_state_dict(autoencoder.state_dict())
+            if pretrained is not None:
+                _take_backbone(model, pretrained)
+        if model.config.chunk_size != data.chunk_size:
+            raise ConfigError(
+                f"data.chunk_size is {data.chunk_size}, but the model in {place} has chunks of "
+                f"{model.config.chunk_size} tokens"
+            )
+        check_tokenizer(place, tokenizer)
+        _check_positions(model.config.backbone_config, data.sequence_length // data.chunk_size, "chunks")
+        return model
+
+    def count(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        return count_chunks(tokens, mask, self.config.data.chunk_size)[:, 1:]
+
+    def part(self, tokens: Tensor, mask: Tensor, noise: RowNoise, count: float) -> dict[str, Any]:
+        labels = tokens.masked_fill(~mask, IGNORED)
+        return {"input_ids": tokens, "labels": labels, "noise": noise, "num_chunks": count}
+
+    def measure(self, batches: Iterable[Batch]) -> dict[str, float]:
+        return evaluate_predictions(self.model, batches, reduce=self.among.add_up)
 
 
-STAGES = {"autoencoder": AutoencoderStage}
+class TransformerStage(Stage):
+    """The baseline: a standard Transformer that predicts the next token, on the same shards."""
+
+    def build(self) -> PreTrainedModel:
+        settings, data, tokenizer = self.config.language_model, self.config.data, self.data.tokenizer
+        if settings.start is not None:
+            model = load_softmax(settings.start)
+            check_tokenizer(settings.start, tokenizer)
+        else:
+            if not isinstance(settings.backbone, dict):
+                raise ConfigError("a pretrained Transformer is named by language_model.start, not by backbone")
+            model = AutoModelForCausalLM.from_config(transformer_config(settings.backbone, tokenizer.vocab_size))
+        _check_positions(model.config, data.sequence_length + data.chunk_size - 1, "tokens")
+        return model
+
+    def count(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        return mask[:, 1:]
+
+    def part(self, tokens: Tensor, mask: Tensor, noise: RowNoise, count: float) -> dict[str, Any]:
+        labels = tokens.masked_fill(~mask, IGNORED)
+        return {"input_ids": tokens, "labels": labels, "num_items_in_batch": count, "use_cache": False}
+
+    def measure(self, batches: Iterable[Batch]) -> dict[str, float]:
+        return evaluate_softmax(self.model, batches, reduce=self.among.add_up)
+
+
+STAGES: dict[str, type[Stage]] = {
+    "autoencoder": AutoencoderStage,
+    "language-model": LanguageModelStage,
+    "transformer": TransformerStage,
+}
+
+
+def autoencoder_config(config: RunConfig, vocab_size: int, mask_id: int = 0) -> ChunkAutoencoderConfig:
+    fields = config.autoencoder.model_dump(exclude={"vocabulary_sample"})
+    return ChunkAutoencoderConfig(
+        vocab_size=vocab_size, chunk_size=config.data.chunk_size, mask_token_id=mask_id, **fields
+    )
+
+
+def calm_config(settings: LanguageModel, autoencoder: ChunkAutoencoderConfig, backbone: Any = None) -> CalmConfig:
+    """The model that a recipe describes; `backbone` is the config of a pretrained one."""
+    fields = {name: getattr(settings, name) for name in HEAD_SETTINGS}
+    return CalmConfig(backbone or cast(dict, settings.backbone), autoencoder, **fields)
+
+
+def transformer_config(fields: dict[str, Any], vocab_size: int) -> Any:
+    return CalmConfig(fields, ChunkAutoencoderConfig(vocab_size=vocab_size)).backbone_config
+
+
+def check_tokenizer(place: Path, tokenizer: Tokenizer) -> None:
+    """A model reads only what its own tokenizer wrote."""
+    if not (place / "tokenizer.json").exists():
+        raise DataError(f"{place} holds no tokenizer, so nobody knows whether its ids are those of the data")
+    if load_tokenizer(str(place)).sha256 != tokenizer.sha256:
+        raise DataError(
+            f"the model in {place} and the data were made with different tokenizers (vocabularies); prepare the data "
+            f"with --tokenizer {place}"
+        )
+
+
+def _check_positions(config: Any, length: int, unit: str) -> None:
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise ConfigError(
+            f"data.sequence_length makes rows of {length} {unit}, but the backbone has {longest} positions; shorten "
+            "it, or set language_model.backbone.max_position_embeddings"
+        )
+
+
+def _pretrained_backbone(backbone: Path | dict[str, Any], tokenizer: Tokenizer) -> PreTrainedModel | None:
+    if isinstance(backbone, dict):
+        return None
+    check_tokenizer(backbone, tokenizer)
+    try:
+        model = AutoModel.from_pretrained(backbone, dtype=torch.float32)
+    except Exception as error:  # transformers raises many kinds for a broken directory
+        raise UserError(f"the backbone in {backbone} cannot be read: {str(error).splitlines()[0]}") from error
+    if model.get_input_embeddings().num_embeddings < tokenizer.vocab_size:
+        model.resize_token_embeddings(tokenizer.vocab_size, mean_resizing=False)  # for the roles that were added
+    return model
+
+
+def _take_backbone(model: CalmForCausalLM, pretrained: PreTrainedModel) -> None:
+    """Give a new model the weights of a pretrained backbone, its token embedding included."""
+    if model.chunk_embedding.tokens is not None:
+        model.chunk_embedding.tokens.load_state_dict(pretrained.get_input_embeddings().state_dict())
+    pretrained.set_input_embeddings(None)  # pyright: ignore[reportArgumentType]
+    model.backbone.load_state_dict(pretrained.state_dict())

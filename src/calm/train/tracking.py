@@ -116,7 +116,7 @@ def plot_losses(directory: Path) -> None:
         if min(loss for _, loss in losses) > 0:
             axis.set_yscale("log")
     axis.set_xlabel("step")
-    axis.set_ylabel("loss (nats a chunk)")
+    axis.set_ylabel("training loss")
     axis.grid(alpha=0.3)
     lines = axis.get_lines()
     if scores:

@@ -1,0 +1,90 @@
+"""How a continuous language model is doing while it is trained, from a few samples at each position.
+
+energy_loss            of samples against the true next chunk: a proper score, whatever head made them
+fidelity, diversity    its two terms, 2·E|x - z| and E|x - x'|; a collapsed model has no diversity
+context_gap            how much worse the samples fit another position's target; 0: the context is ignored
+sample_spread          standard deviation of samples in a dimension; 0: the noise is ignored
+same_chunk             share of pairs of samples that decode to the same chunk
+brier_1 … brier_4      §4, in percent, on the first tokens of a chunk; brier_lm where all are positive
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calm.data.loader import Batch, row_seeds
+from calm.models.autoencoder import count_chunks
+from calm.models.calm import CalmForCausalLM
+from calm.models.posterior import Posterior
+from calm.noise import RowNoise
+from calm.scores.brier import LONGEST, brier_lm, brier_of_samples
+from calm.scores.energy import energy_terms
+
+NUM_SAMPLES = 4
+
+
+def evaluate_predictions(
+    model: CalmForCausalLM,
+    batches: Iterable[Batch],
+    *,
+    num_samples: int = NUM_SAMPLES,
+    seed: int = 0,
+    reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
+) -> dict[str, Any]:
+    """Measures on rows of text; the samples of a row depend on `seed` and the row's number alone."""
+    size, ngrams = model.config.chunk_size, min(model.config.chunk_size, LONGEST)
+    sums = torch.zeros(6 + ngrams, dtype=torch.float64)  # positions, the measures, Brier-n
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        for batch in batches:
+            tokens = torch.from_numpy(batch.tokens).to(model.device)
+            mask = torch.from_numpy(batch.mask).to(model.device)
+            counted = count_chunks(tokens, mask, size)[:, 1:]  # (B, L)
+            noise = RowNoise(row_seeds(batch.rows, seed), model.device)
+            latents, chunks = model.predict(tokens[:, :-size], num_samples, noise)
+            target = model.chunks(tokens)[:, 1:]  # (B, L, K)
+            posterior = model.posterior(target)
+            fidelity, diversity = energy_terms(latents, posterior)
+            elsewhere, _ = energy_terms(latents, _shuffled(posterior))
+            scores = brier_of_samples(chunks[..., :ngrams], target[..., :ngrams])  # (B, L, n)
+            measures = [
+                torch.ones_like(fidelity),
+                fidelity,
+                diversity,
+                elsewhere - fidelity,
+                latents.float().var(0).mean(-1).sqrt(),
+                _same_chunk(chunks),
+                *scores.unbind(-1),
+            ]
+            sums += torch.stack([(m * counted).double().sum() for m in measures]).cpu()
+    model.train(was_training)
+    positions, *totals = reduce(sums).tolist()
+    fidelity, diversity, gap, spread, same, *scores = (total / max(positions, 1.0) for total in totals)
+    found = {
+        "score": diversity - fidelity,
+        "energy_loss": fidelity - diversity,
+        "fidelity": fidelity,
+        "diversity": diversity,
+        "context_gap": gap,
+        "sample_spread": spread,
+        "same_chunk": same,
+        **{f"brier_{n}": 100 * score for n, score in enumerate(scores, 1)},
+    }
+    whole = brier_lm(torch.tensor(scores)) if ngrams == LONGEST else None
+    return found if whole is None else {**found, "brier_lm": whole}
+
+
+def _shuffled(posterior: Posterior) -> Posterior:
+    """The posteriors of other positions, half a batch away."""
+    flat = [part.flatten(0, 1) for part in (posterior.mean, posterior.log_std)]
+    moved = [part.roll(len(part) // 2, 0).view_as(posterior.mean) for part in flat]
+    return Posterior(*moved)
+
+
+def _same_chunk(chunks: Tensor) -> Tensor:
+    """(N, B, L, K) → the share of pairs that are equal, (B, L)."""
+    left, right = torch.combinations(torch.arange(len(chunks), device=chunks.device)).unbind(-1)
+    return (chunks[left] == chunks[right]).all(-1).float().mean(0)

@@ -1,0 +1,209 @@
+"""The continuous language model of §3: read chunks of K tokens, predict the latent of the next one.
+
+    chunks (B, L, K) ─► chunk embedding ─► backbone ─► hidden (B, L, H) ─► head ─► latent of the next chunk ─► tokens
+
+Position i predicts chunk i + 1. The autoencoder inside is frozen and in eval mode, whatever happens around it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils.generic import ModelOutput
+
+from calm.errors import ConfigError
+from calm.files import write_atomic
+from calm.heads import HEADS, Head
+from calm.models.autoencoder import ChunkAutoencoder, count_chunks
+from calm.models.card import model_card
+from calm.models.chunk_embedding import ChunkEmbedding
+from calm.models.configuration import CalmConfig
+from calm.models.posterior import Posterior
+from calm.noise import RowNoise, Source, draw_normal
+
+IGNORED = -100  # labels that transformers leaves out of a loss
+HEAD_FIELDS = {
+    "energy": ("num_model_samples", "num_target_samples", "alpha", "noise_size"),
+    "flow": ("num_model_samples", "sampler", "num_sampling_steps"),
+    "diffusion": ("num_model_samples", "num_sampling_steps"),
+}
+
+
+@dataclass
+class CalmOutput(ModelOutput):
+    loss: Tensor | None = None
+    last_hidden_state: Tensor | None = None  # (B, L, H), where no loss was asked for
+    past_key_values: Cache | None = None
+
+
+def transformer_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of any Transformer: its longest list of modules."""
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
+    return list(max(lists, key=len)) if lists else []
+
+
+class CalmForCausalLM(PreTrainedModel):
+    config_class = CalmConfig
+    config: CalmConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
+    entered_by = ("hidden_states", "predict")  # methods that need whole parameters under FSDP
+    _no_split_modules = ["ChunkAutoencoder"]  # noqa: RUF012
+
+    def __init__(self, config: CalmConfig):
+        super().__init__(config)
+        self.backbone = AutoModel.from_config(config.backbone_config)
+        self.chunk_embedding = ChunkEmbedding(config, self.backbone.get_input_embeddings())
+        self.backbone.set_input_embeddings(None)  # it is the chunk embedding's, or unused
+        fields = {name: getattr(config, name) for name in HEAD_FIELDS[config.head]}
+        self.head: Head = HEADS[config.head](config.hidden_size, config.latent_size, config.num_head_layers, **fields)
+        self.autoencoder = ChunkAutoencoder(config.autoencoder_config)
+        self.post_init()
+        self._freeze()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        std = getattr(self.config.backbone_config, "initializer_range", 0.02)
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, tuple(HEADS.values())):
+            module.initialize()  # pyright: ignore[reportCallIssue]
+
+    def _freeze(self) -> None:
+        self.autoencoder.requires_grad_(False)
+        self.autoencoder.eval()
+
+    def train(self, mode: bool = True) -> "CalmForCausalLM":
+        super().train(mode)
+        self.autoencoder.eval()
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> "CalmForCausalLM":
+        super().requires_grad_(requires_grad)
+        self._freeze()
+        return self
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As for any model; what transformers unfreezes is frozen again."""
+        loaded: Any = super().from_pretrained(*args, **kwargs)
+        (loaded[0] if isinstance(loaded, tuple) else loaded)._freeze()
+        return loaded
+
+    def get_input_embeddings(self) -> Any:
+        return self.chunk_embedding.tokens
+
+    def sharded_parts(self) -> list[nn.Module]:
+        """Groups of their own under FSDP: the backbone's layers, and the autoencoder."""
+        return [*transformer_layers(self.backbone), *self.autoencoder.sharded_parts(), self.autoencoder]
+
+    def chunks(self, input_ids: Tensor) -> Tensor:
+        """(B, T) → (B, L, K)."""
+        size = self.config.chunk_size
+        if input_ids.shape[-1] % size:
+            raise ConfigError(
+                f"the model reads whole chunks of {size} tokens, and {input_ids.shape[-1]} is no multiple of {size}; "
+                f"pad with the tokenizer's pad token (a collator does it with pad_to_multiple_of={size})"
+            )
+        return input_ids.unflatten(-1, (-1, size))
+
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        latents: Tensor | None = None,
+        generator: Source = None,
+    ) -> Tensor:
+        """(B, T) ids → (B, L, H); position i predicts chunk i + 1. A cache is filled as it goes.
+
+        A model that reads latents takes those given (B, L, Z), or the posteriors' means, in training samples of them.
+        """
+        chunks = self.chunks(input_ids)
+        self._check_length(chunks.shape[1] + (past_key_values.get_seq_length() if past_key_values is not None else 0))
+        if self.chunk_embedding.reads_latents and latents is None:
+            posterior = self.posterior(chunks)
+            latents = posterior.mean
+            if self.training:
+                latents = posterior.sample(draw_normal(generator, latents, 1, self.config.latent_size)[0])
+        mask = None
+        if attention_mask is not None:
+            mask = count_chunks(attention_mask, attention_mask, self.config.chunk_size).long()
+        return self.backbone(
+            inputs_embeds=self.chunk_embedding(chunks, latents),
+            attention_mask=mask,
+            past_key_values=past_key_values,
+            use_cache=past_key_values is not None,
+        ).last_hidden_state
+
+    def _check_length(self, length: int) -> None:
+        longest = getattr(self.config.backbone_config, "max_position_embeddings", None)
+        if longest is not None and length > longest:
+            raise ConfigError(
+                f"{length} chunks ({length * self.config.chunk_size} tokens) are more than the backbone's {longest} "
+                "positions (max_position_embeddings)"
+            )
+
+    @torch.no_grad()
+    def posterior(self, chunks: Tensor) -> Posterior:
+        """What the frozen autoencoder makes of chunks (..., K)."""
+        return self.autoencoder.encode(chunks)
+
+    def predict(self, input_ids: Tensor, num_samples: int, generator: Source = None) -> tuple[Tensor, Tensor]:
+        """Samples for each next chunk on the true text before it: latents (N, B, L, Z) and tokens (N, B, L, K)."""
+        latents = self.head.sample(self.hidden_states(input_ids), num_samples, generator)
+        return latents, self.autoencoder.tokens(latents)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        noise: RowNoise | None = None,
+        num_chunks: float | None = None,
+        num_items_in_batch: Any = None,
+        **_: Any,
+    ) -> CalmOutput:
+        """With labels (the ids themselves; -100 where not to learn) the head's loss, else hidden states.
+
+        The mean is over `num_chunks`, by default the chunks to predict in this batch; a batch that is computed in parts
+        gives the number of all its chunks. `num_items_in_batch`, which transformers' Trainer counts in tokens, is not
+        used: it takes the mean of the parts.
+        """
+        if labels is None:
+            hidden = self.hidden_states(input_ids, attention_mask, past_key_values, generator=noise)
+            return CalmOutput(last_hidden_state=hidden, past_key_values=past_key_values)
+        size = self.config.chunk_size
+        noise = noise or RowNoise.fresh(len(input_ids), input_ids.device)
+        before = attention_mask[:, :-size] if attention_mask is not None else None
+        hidden = self.hidden_states(input_ids[:, :-size], before, generator=noise)
+        learnt = labels != IGNORED
+        counted = count_chunks(input_ids, learnt if attention_mask is None else learnt & attention_mask.bool(), size)
+        counted = counted[:, 1:]
+        posterior = self.posterior(self.chunks(input_ids)[:, 1:])
+        loss = self.head.loss(hidden, posterior, counted, noise)
+        if num_chunks is not None:
+            loss = loss * counted.sum().clamp(min=1) / num_chunks
+        return CalmOutput(loss)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As for any model, with a model card where there is none yet."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        card = Path(save_directory) / "README.md"
+        if not card.exists():
+            write_atomic(card, model_card(self.config, self.num_parameters()).encode())
+
+
+AutoModelForCausalLM.register(CalmConfig, CalmForCausalLM)
+AutoModel.register(CalmConfig, CalmForCausalLM)

@@ -1,0 +1,59 @@
+"""Read a saved model; whatever is wrong with its directory is said in one sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from calm.errors import UserError
+from calm.models.autoencoder import ChunkAutoencoder
+from calm.models.calm import CalmForCausalLM
+from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig
+
+KINDS = {ChunkAutoencoderConfig.model_type: "an autoencoder", CalmConfig.model_type: "a CALM language model"}
+
+
+def model_type(directory: Path) -> str:
+    """What kind of model a directory holds."""
+    path = directory / "config.json"
+    if not path.is_file():
+        hint = f"; its model is in {directory / 'model'}" if (directory / "model" / "config.json").exists() else ""
+        raise UserError(f"{directory} is not a model directory (no config.json in it){hint}")
+    try:
+        kind = json.loads(path.read_bytes())["model_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} does not say what model it belongs to: {error!r}") from error
+    return kind
+
+
+def load_autoencoder(directory: Path) -> ChunkAutoencoder:
+    return _load(directory, ChunkAutoencoder, ChunkAutoencoderConfig.model_type)
+
+
+def load_calm(directory: Path) -> CalmForCausalLM:
+    return _load(directory, CalmForCausalLM, CalmConfig.model_type)
+
+
+def load_softmax(directory: Path) -> PreTrainedModel:
+    """A language model of transformers with a softmax over tokens."""
+    if (kind := model_type(directory)) in KINDS:
+        raise UserError(f"{directory} holds {KINDS[kind]}, not a Transformer with a softmax over tokens")
+    return _read(directory, AutoModelForCausalLM)
+
+
+def _load(directory: Path, cls: Any, kind: str) -> Any:
+    if (found := model_type(directory)) != kind:
+        raise UserError(f"{directory} holds {KINDS.get(found, f'a model of type {found!r}')}, not {KINDS[kind]}")
+    return _read(directory, cls)
+
+
+def _read(directory: Path, cls: Any) -> Any:
+    try:
+        model, found = cls.from_pretrained(directory, output_loading_info=True)
+    except Exception as error:  # transformers and safetensors raise many kinds for a broken directory
+        reason = (str(error) or repr(error)).splitlines()[0]
+        raise UserError(f"the model in {directory} cannot be read: {reason}") from error
+    if wrong := [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in found[kind]]:
+        raise UserError(f"the weights in {directory} do not fit their config.json: {', '.join(map(str, wrong[:3]))}")
+    return model

@@ -1,0 +1,173 @@
+"""The energy score of §3.3 as a loss: samples near the target, and no nearer to each other than they should be.
+
+    loss = 2·E|x - z|^α - E|x - x'|^α        x, x' from the model, z from the autoencoder's posterior
+
+The first term, fidelity, is taken over M samples z, or in closed form, without variance and at the cost of M = 1: the
+squared distance Q = |x - z|² to a Gaussian has mean S and variance k2, and E Q^p (p = α/2) follows from them while its
+spread is small. Where it is not (S² < 20·k2: few dimensions, or a few noisy ones) an integral takes over:
+
+    E Q^p = E G^p + p/Γ(1-p) ∫ (φ_G(t) - φ_Q(t)) t^(-p-1) dt
+
+with φ the Laplace transforms, known for Q, and for a gamma variable G of the same mean and variance; what is left for
+the integral is small and smooth.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from calm.errors import ConfigError
+from calm.models.posterior import Posterior
+from calm.noise import Source, draw_normal
+
+CONCENTRATED = 20.0  # S²/k2 from which the expansion is good to 1e-3
+NODES = torch.linspace(-9.0, 23.0, 65, dtype=torch.float64)  # log(t·S) of the integral's nodes
+SLICE_ELEMENTS = 2**19  # numbers of samples and targets that are compared at once
+INTEGRAL_ELEMENTS = 2**22  # (elements × nodes × Z) held at once
+
+
+def check_energy(alpha: float, num_samples: int) -> str | None:
+    """Refuse what is no scoring rule; return a warning for what is known to train badly."""
+    if not 0 < alpha <= 2:
+        raise ConfigError(f"alpha must lie in (0, 2]: the energy score is no proper scoring rule for alpha = {alpha}")
+    if num_samples < 2:
+        raise ConfigError(
+            f"the energy loss compares model samples with each other: it needs at least 2, not {num_samples}"
+        )
+    if alpha == 2:
+        return "alpha = 2 is proper but not strictly: only the mean of the samples is learnt, not their distribution"
+    if alpha < 1:
+        return f"alpha = {alpha}: below 1 gradients explode where samples meet, and the paper's runs failed"
+    return None
+
+
+def energy_loss(
+    samples: Tensor,
+    posterior: Posterior,
+    *,
+    alpha: float = 1.0,
+    num_target_samples: int | None = None,
+    target_noise: Tensor | None = None,
+    generator: Source = None,
+) -> Tensor:
+    """Model samples (N, ..., Z) and the posterior of the target (..., Z) → loss (...).
+
+    The target term is in closed form, or over `num_target_samples` (M) draws, or over given noise (M, ..., Z).
+    """
+    fidelity, diversity = energy_terms(
+        samples,
+        posterior,
+        alpha=alpha,
+        num_target_samples=num_target_samples,
+        target_noise=target_noise,
+        generator=generator,
+    )
+    return fidelity - diversity
+
+
+def energy_terms(
+    samples: Tensor,
+    posterior: Posterior,
+    *,
+    alpha: float = 1.0,
+    num_target_samples: int | None = None,
+    target_noise: Tensor | None = None,
+    generator: Source = None,
+) -> tuple[Tensor, Tensor]:
+    """2·E|x - z|^α and E|x - x'|^α, whose difference is the loss: (...) and (...)."""
+    check_energy(alpha, len(samples))
+    mean, log_std = posterior.mean, posterior.log_std
+    shape, latent = mean.shape[:-1], mean.shape[-1]
+    if num_target_samples is not None and target_noise is None:
+        target_noise = draw_normal(generator, mean, num_target_samples, latent)
+    samples, mean, log_std = (
+        samples.reshape(len(samples), -1, latent),
+        mean.reshape(-1, latent),
+        log_std.reshape(-1, latent),
+    )
+    rows = max(1, SLICE_ELEMENTS // (latent * (len(samples) + len(target_noise if target_noise is not None else ()))))
+    pieces = [samples.split(rows, 1), mean.split(rows), log_std.split(rows)]
+    if target_noise is not None:
+        pieces.append(target_noise.reshape(len(target_noise), -1, latent).split(rows, 1))
+    # What a slice of positions needs is small; of several, it is computed again in the backward pass.
+    compute = _terms if len(pieces[0]) == 1 else partial(checkpoint, _terms, use_reentrant=False)
+    terms: Any = [compute(alpha, *piece) for piece in zip(*pieces, strict=True)]
+    fidelity, diversity = (torch.cat(parts).view(shape) for parts in zip(*terms, strict=True))
+    return fidelity, diversity
+
+
+def _terms(
+    alpha: float, samples: Tensor, mean: Tensor, log_std: Tensor, target_noise: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The two terms of some positions: samples (N, n, Z), mean and log_std (n, Z), noise (M, n, Z)."""
+    with torch.autocast(samples.device.type, enabled=False):
+        samples, posterior = samples.float(), Posterior(mean, log_std).float()
+        differences = samples - posterior.mean
+        if target_noise is None:
+            fidelity = gaussian_moment(differences**2, posterior.std**2, alpha / 2).mean(0)
+        else:
+            fidelity = _distances(differences, posterior.std * target_noise.float(), alpha).mean((-2, -1))
+        return 2 * fidelity, _diversity(samples, alpha)
+
+
+def _diversity(samples: Tensor, alpha: float) -> Tensor:
+    """The mean of |x - x'|^α over ordered pairs of different samples."""
+    count = len(samples)
+    centred = samples - samples.mean(0).detach()  # distances stay the same, rounding errors shrink
+    return _distances(centred, centred, alpha).sum((-2, -1)) / (count * (count - 1))
+
+
+def _distances(left: Tensor, right: Tensor, alpha: float) -> Tensor:
+    """|x - y|^α for all pairs, by one matrix product a position: (N, ..., Z), (M, ..., Z) → (..., N, M)."""
+    left, right = left.movedim(0, -2), right.movedim(0, -2)  # (..., N, Z), (..., M, Z)
+    sizes = (left**2).sum(-1)[..., :, None] + (right**2).sum(-1)[..., None, :]
+    squared = sizes - 2 * left @ right.mT
+    noise_floor = 4 * torch.finfo(sizes.dtype).eps * sizes.detach()  # below it a difference is rounding
+    return _power(squared, alpha / 2, noise_floor)
+
+
+def _power(base: Tensor, exponent: float, floor: Tensor | float) -> Tensor:
+    """base^exponent; 0, with gradient 0, up to the floor."""
+    above = base > floor
+    return torch.where(above, torch.where(above, base, 1.0) ** exponent, 0.0)
+
+
+def gaussian_moment(squared: Tensor, variance: Tensor, exponent: float) -> Tensor:
+    """E (Σ (d + σε)²)^p for standard normal ε, from d² (..., Z) and σ² that broadcasts to it: (...)."""
+    mean = squared.sum(-1) + variance.sum(-1)  # S
+    k2 = 2 * (variance**2).sum(-1) + 4 * (squared * variance).sum(-1)
+    curvature = exponent * (exponent - 1) / 2
+    moment = _power(mean, exponent, 0.0) * (1 + curvature * k2 / torch.where(mean > 0, mean, 1.0) ** 2)
+    if exponent == 1:
+        return moment
+    scattered = mean**2 < CONCENTRATED * k2
+    if not scattered.any():
+        return moment
+    exact = _gaussian_moment_by_integral(squared[scattered], variance.expand_as(squared)[scattered], exponent)
+    return moment.masked_scatter(scattered, exact)
+
+
+def _gaussian_moment_by_integral(squared: Tensor, variance: Tensor, exponent: float) -> Tensor:
+    """The same for (n, Z) by the integral, a few elements at once, recomputed in the backward pass."""
+    at_once = max(1, INTEGRAL_ELEMENTS // (len(NODES) * squared.shape[-1]))
+    pieces = zip(squared.split(at_once), variance.split(at_once), strict=True)
+    return torch.cat([checkpoint(_integral, d, v, exponent, use_reentrant=False) for d, v in pieces])  # pyright: ignore
+
+
+def _integral(squared: Tensor, variance: Tensor, p: float) -> Tensor:
+    dtype, squared, variance = squared.dtype, squared.double(), variance.double()
+    mean = (squared + variance).sum(-1, keepdim=True)  # (n, 1)
+    squared, variance = squared / mean, variance / mean  # so that S = 1
+    k2 = 2 * (variance**2).sum(-1) + 4 * (squared * variance).sum(-1)  # (n,)
+    t = NODES.to(squared.device).exp()  # (T,)
+    growth = 1 + 2 * t[:, None] * variance[:, None, :]  # (n, T, Z)
+    laplace = torch.exp(-(0.5 * growth.log() + t[:, None] * squared[:, None, :] / growth).sum(-1))  # φ_Q
+    gamma_laplace = torch.exp(-torch.log1p(t * k2[:, None]) / k2[:, None])  # φ_G: shape 1/k2, scale k2
+    step = float(NODES[1] - NODES[0])
+    correction = p / math.gamma(1 - p) * ((gamma_laplace - laplace) * t**-p).sum(-1) * step
+    gamma_moment = torch.exp(p * k2.log() + torch.lgamma(1 / k2 + p) - torch.lgamma(1 / k2))
+    return (mean[:, 0] ** p * (gamma_moment + correction)).to(dtype)

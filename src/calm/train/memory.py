@@ -1,0 +1,56 @@
+"""How many bytes a step of training needs, by formula: fp32 weights and states, and what the backward pass keeps.
+
+trained weights   7 copies: weight, gradient, two moments, and a checkpoint's copy of weight and moments
+frozen weights    2 copies: weight, and the checkpoint's
+activations       a few vectors a position and layer, as counted below
+"""
+
+from typing import Any
+
+from torch import nn
+
+from calm.config import RunConfig
+from calm.models.autoencoder import ChunkAutoencoder
+from calm.models.calm import CalmForCausalLM
+from calm.models.configuration import ChunkAutoencoderConfig
+
+NUMBER = 4  # bytes
+
+
+def training_memory(model: nn.Module, config: RunConfig, rows: float, processes: int = 1) -> float:
+    """Bytes of one of so many processes, when it computes `rows` rows at once."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    states = (7 * trained + 2 * frozen) / processes
+    length, size = config.data.sequence_length, config.data.chunk_size
+    if isinstance(model, ChunkAutoencoder):
+        kept = (length + size) * _autoencoder_token(model.config)
+    elif isinstance(model, CalmForCausalLM):
+        kept = length // size * _calm_position(model, config.train.gradient_checkpointing)
+    else:
+        backbone: Any = model.config
+        kept = (length + size) * (_backbone(backbone, config.train.gradient_checkpointing) + 3 * backbone.vocab_size)
+    return NUMBER * (states + rows * kept)
+
+
+def _autoencoder_token(config: ChunkAutoencoderConfig) -> float:
+    """Numbers kept for a token."""
+    layers = config.num_encoder_layers + config.num_decoder_layers
+    return (4 * config.hidden_size + 6 * config.intermediate_size) * (1 + layers / 2)
+
+
+def _backbone(config: Any, checkpointing: bool) -> float:
+    """Numbers kept for a position."""
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    wide = getattr(config, "intermediate_size", None) or 4 * hidden
+    layer = 14 * hidden + 5 * wide
+    return layers * hidden + layer if checkpointing else layers * layer
+
+
+def _calm_position(model: CalmForCausalLM, checkpointing: bool) -> float:
+    """Numbers kept for a chunk: embedding, backbone, N samples through the head, and the loss on them."""
+    config = model.config
+    hidden, latent = config.hidden_size, config.latent_size
+    embedding = (config.chunk_size + 6) * hidden if config.model_input != "continuous" else latent
+    sample = (13 * config.num_head_layers + 6) * hidden + 6 * latent
+    return embedding + _backbone(config.backbone_config, checkpointing) + config.num_model_samples * sample
