@@ -40,6 +40,8 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/preparation.py
 	$(BIN)/python benchmarks/training_overhead.py
+	$(BIN)/python benchmarks/energy_loss.py
+	$(BIN)/python benchmarks/language_model_step.py
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict --quiet

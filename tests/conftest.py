@@ -10,6 +10,7 @@ from hypothesis import settings
 from calm.data.prepare import prepare
 from calm.data.workers import PrepareOptions
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and start processes; tiny models want no more
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network, and none should wait for one
 settings.register_profile("calm", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("calm")

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 from typer.exceptions import TyperException
 
 from calm import __version__
-from calm.errors import UserError
+from calm.errors import CalmWarning, UserError
 
 app = typer.Typer(
     name="calm",
@@ -129,7 +130,7 @@ def _show_prepared(output: Path, manifest: dict) -> None:
     console.stdout.print(f"Ready in {output}", soft_wrap=True)
 
 
-@app.command(epilog="Example: calm train laptop-autoencoder --output runs/autoencoder --set train.steps=500")
+@app.command(epilog="Example: calm train laptop-autoencoder --output runs/laptop-autoencoder --set train.steps=500")
 def train(
     recipe: Annotated[str, typer.Argument(help="A shipped recipe, or a file ('calm config' lists them).")],
     output: Annotated[Path, typer.Option(help="The directory of the run.")],
@@ -161,7 +162,7 @@ def train(
         console.stdout.print(f"The model is in {output / 'model'}, the curve in {output / 'loss.png'}", soft_wrap=True)
 
 
-@app.command(epilog="Example: calm evaluate runs/autoencoder/model --data data/embedded")
+@app.command(epilog="Example: calm evaluate runs/laptop-autoencoder/model --data data/embedded")
 def evaluate(
     model: Annotated[Path, typer.Argument(help="The directory of a trained model.")],
     data: Annotated[Path, typer.Option(help="Data made by calm prepare with the model's tokenizer.")],
@@ -208,14 +209,83 @@ def config(
         print(to_yaml(load_config(recipe, settings)), end="")
 
 
+@app.command(epilog="Example: calm cost paper-calm-m paper-transformer-s --samples 200")
+def cost(
+    recipes: Annotated[list[str] | None, typer.Argument(help="Recipes; none: the six rows of Table 1.")] = None,
+    settings: Settings = None,
+    context: Annotated[int, typer.Option(min=1, help="Steps that attention looks back on.")] = 2048,
+    samples: Annotated[int, typer.Option(min=1, help="Candidates a chunk, at low temperature.")] = 200,
+    vocabulary: Annotated[
+        int | None, typer.Option(min=1, help="Tokens; by default those of the recipe's data, or 128,257.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that share the memory.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list with one object a recipe.")] = False,
+) -> None:
+    """Count parameters, FLOPs and memory of recipes, split by part, beside the numbers that the paper prints."""
+    from calm import console
+    from calm.config import load_config
+    from calm.paper.cost import TABLE_1, cost_of
+
+    names = recipes or list(TABLE_1)
+    configs = {name: load_config(name, settings) for name in names}
+    costs = [cost_of(name, config, context, samples, vocabulary, processes) for name, config in configs.items()]
+    if as_json:
+        _print_json([found.as_json() for found in costs])
+    else:
+        for table in console.cost_tables(costs, TABLE_1):
+            console.stdout.print(table)
+
+
+@app.command(epilog="Example: calm import-official CALM-M --autoencoder CALM-Autoencoder --output models/calm-m")
+def import_official(
+    model: Annotated[Path, typer.Argument(help="The directory of a published language model or autoencoder.")],
+    output: Annotated[Path, typer.Option(help="The directory to make.")],
+    autoencoder: Annotated[
+        Path | None, typer.Option(help="The published autoencoder that a language model was made with.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was imported as JSON.")] = False,
+) -> None:
+    """Turn a checkpoint in the authors' format into ours. Every weight is accounted for."""
+    from transformers.utils import logging
+
+    from calm import console
+    from calm.models.official import import_official as run
+
+    logging.disable_progress_bar()
+    imported = run(model, output, autoencoder)
+    summary = {
+        "model": str(output),
+        "type": imported.config.model_type,
+        "parameters": imported.num_parameters(),
+        "tokenizer": (output / "tokenizer.json").exists(),
+    }
+    if not summary["tokenizer"]:
+        console.warn(f"{model} has no tokenizer.json, so {output} has none: training and evaluating need it")
+    if as_json:
+        _print_json(summary)
+    else:
+        console.stdout.print(console.values_table(f"imported from {model}", summary))
+
+
 def _print_json(value) -> None:
     import json
 
     print(json.dumps(value, ensure_ascii=False))
 
 
+def _show_warning(message, category, *where) -> None:
+    """Our own warnings in one line; those of libraries as they come."""
+    from calm import console
+
+    if issubclass(category, CalmWarning):
+        console.warn(str(message))
+    else:
+        print(warnings.formatwarning(message, category, *where[:2]), file=sys.stderr, end="")
+
+
 def main() -> None:
     """Run a command; a user's mistake becomes one sentence and exit code 2."""
+    warnings.showwarning = _show_warning
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:

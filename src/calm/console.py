@@ -13,6 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from calm.data.prepare import Report
     from calm.data.tokenizer import Tokenizer
+    from calm.paper.cost import Cost
     from calm.train.loop import Report as StepReport
 
 stderr = Console(stderr=True, highlight=False)
@@ -103,6 +104,42 @@ def values_table(title: str, values: dict[str, Any]) -> Table:
             )
             table.add_row(name.replace("_", " "), shown)
     return table
+
+
+def cost_tables(costs: list["Cost"], printed: dict[str, tuple[float, float, float]]) -> Iterator[Table]:
+    """What recipes cost, beside the numbers of the paper's Table 1, and each recipe's parts."""
+    table = Table(title="Cost")
+    table.add_column("recipe", no_wrap=True)
+    columns = ("parameters", "with autoencoder", "training FLOPs", "inference FLOPs/token", "at N candidates", "memory")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for cost in costs:
+        parameters, training, inference = printed.get(cost.name, (None, None, None))
+        more = cost.inference_flops_per_token_with_candidates
+        table.add_row(
+            cost.name,
+            f"{cost.parameters / 1e6:,.1f}M{_beside(cost.parameters, parameters)}",
+            f"{cost.parameters_with_autoencoder / 1e6:,.1f}M",
+            f"{cost.train_flops:.3g}{_beside(cost.train_flops, training)}",
+            f"{cost.inference_flops_per_token:.3g}{_beside(cost.inference_flops_per_token, inference)}",
+            f"{more:.3g} (N={cost.candidates})" if more else "-",
+            f"{cost.peak_memory / 1e9:,.1f} GB",
+        )
+    if any(cost.name in printed for cost in costs):
+        table.caption = "in brackets: the difference from what the paper prints"
+    yield table
+    for cost in costs:
+        parts = Table(title=f"{cost.name}, vocabulary {cost.vocabulary:,}")
+        for column in ("part", "parameters", "training FLOPs/token", "inference FLOPs/token"):
+            parts.add_column(column, justify="left" if column == "part" else "right")
+        for name, part in cost.parts.items():
+            flops = part.train_flops_per_token, part.inference_flops_per_token
+            parts.add_row(name, f"{part.parameters:,}", *(f"{f:.3g}" for f in flops))
+        yield parts
+
+
+def _beside(value: float, printed: float | None) -> str:
+    return "" if printed is None else f" ({value / printed - 1:+.1%})"
 
 
 def preparation_summary(manifest: dict[str, Any]) -> Table:

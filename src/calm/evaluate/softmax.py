@@ -20,7 +20,7 @@ def evaluate_softmax(
         for batch in batches:
             tokens = torch.from_numpy(batch.tokens).to(model.device)
             mask = torch.from_numpy(batch.mask).to(model.device)
-            logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()  # (B, T-1, V)
+            logits = model(input_ids=tokens[:, :-1], use_cache=False).logits.float()  # (B, T-1, V)
             log_probabilities = logits.log_softmax(-1)
             chosen = log_probabilities.gather(-1, tokens[:, 1:, None])[..., 0]
             score = 2 * chosen.exp() - log_probabilities.exp().square().sum(-1)

@@ -6,6 +6,7 @@ Sampling goes through fewer steps, spread evenly, with variances recomputed for 
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ def cosine_betas(steps: int = TIMES) -> Tensor:
         return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
 
     betas = [1 - remaining((i + 1) / steps) / remaining(i / steps) for i in range(steps)]
-    return torch.tensor(betas, dtype=torch.float64).clamp(max=LARGEST_BETA)
+    return torch.tensor(betas, dtype=torch.float64, device="cpu").clamp(max=LARGEST_BETA)
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,12 @@ class Schedule:
     log_smallest: Tensor
 
     @classmethod
+    @cache
     def of(cls, num_steps: int) -> "Schedule":
-        """`num_steps` of the whole chain, from its first to its last."""
+        """`num_steps` of the whole chain, from its first to its last; on the CPU, whatever the default device."""
         if not 2 <= num_steps <= TIMES:
             raise ConfigError(f"the diffusion head samples in 2 to {TIMES} steps, not {num_steps}")
-        times = torch.tensor([round(i * (TIMES - 1) / (num_steps - 1)) for i in range(num_steps)])
+        times = torch.tensor([round(i * (TIMES - 1) / (num_steps - 1)) for i in range(num_steps)], device="cpu")
         remaining = (1 - cosine_betas()).cumprod(0)[times]  # abar
         before = torch.cat([remaining.new_ones(1), remaining[:-1]])
         betas = 1 - remaining / before

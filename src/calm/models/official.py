@@ -250,9 +250,7 @@ def _head(fields: dict[str, Any], weights: dict[str, Tensor], directory: Path) -
         raise UserError(f"the weights in {directory} have no generative head that is known")
     named = ARCHITECTURES.get((fields.get("architectures") or [""])[0], found)
     if named != found:
-        raise UserError(
-            f"the config.json in {directory} names a {named} head, and the weights are those of a {found} head"
-        )
+        raise UserError(f"the config.json in {directory} names a {named} head, but the weights have another: {found}")
     return found
 
 

@@ -30,7 +30,7 @@ def training_memory(model: nn.Module, config: RunConfig, rows: float, processes:
     else:
         backbone: Any = model.config
         kept = (length + size) * (_backbone(backbone, config.train.gradient_checkpointing) + 3 * backbone.vocab_size)
-    return NUMBER * (states + rows * kept)
+    return NUMBER * states + (NUMBER if config.train.precision == "fp32" else 2) * rows * kept
 
 
 def _autoencoder_token(config: ChunkAutoencoderConfig) -> float:

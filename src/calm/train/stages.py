@@ -199,8 +199,12 @@ class TransformerStage(Stage):
         return mask[:, 1:]
 
     def part(self, tokens: Tensor, mask: Tensor, noise: RowNoise, count: float) -> dict[str, Any]:
-        labels = tokens.masked_fill(~mask, IGNORED)
-        return {"input_ids": tokens, "labels": labels, "num_items_in_batch": count, "use_cache": False}
+        labels = tokens.masked_fill(~mask, IGNORED)[:, 1:]
+        shifted = {
+            "labels": labels,
+            "shift_labels": labels,
+        }  # shifted here, so that no last token is computed for nothing
+        return {"input_ids": tokens[:, :-1], **shifted, "num_items_in_batch": count, "use_cache": False}
 
     def measure(self, batches: Iterable[Batch]) -> dict[str, float]:
         return evaluate_softmax(self.model, batches, reduce=self.among.add_up)

@@ -1,0 +1,230 @@
+"""Heads: what they compute, and that they learn and sample distributions that are known."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from calm.errors import CalmWarning, ConfigError
+from calm.heads import HEADS, DiffusionHead, EnergyHead, FlowHead
+from calm.heads.denoiser import sinusoids
+from calm.heads.diffusion import Schedule, cosine_betas
+from calm.models.posterior import Posterior
+from calm.noise import RowNoise
+
+SIZES = {"hidden_size": 16, "latent_size": 4, "num_layers": 2}
+
+
+def randomized(head):
+    """Heads begin at zero output: give every weight a value."""
+    torch.manual_seed(0)
+    for parameter in head.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return head
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_shapes_losses_and_who_draws(name):
+    head = randomized(HEADS[name](**SIZES))
+    hidden, posterior = torch.randn(3, 5, 16), Posterior(torch.randn(3, 5, 4), torch.zeros(3, 5, 4))
+    assert head.sample(hidden, num_samples=7).shape == (7, 3, 5, 4)
+    assert head.sample(hidden[0, 0], num_samples=2).shape == (2, 4)  # one position
+    together = head.sample(hidden, 2, RowNoise([1, 2, 3]))
+    alone = head.sample(hidden[1:2], 2, RowNoise([2]))
+    torch.testing.assert_close(together[:, 1:2], alone, rtol=1e-4, atol=1e-4)  # a row's noise is its own
+    same = [head.sample(hidden, 2, torch.Generator().manual_seed(5)) for _ in range(2)]
+    assert torch.equal(*same)
+    loss = head.loss(hidden, posterior, generator=RowNoise([1, 2, 3]))
+    assert loss.ndim == 0
+    mask = torch.zeros(3, 5)
+    mask[1, 2] = 1
+    one = head.loss(hidden, posterior, mask, RowNoise([1, 2, 3]))
+    other = Posterior(posterior.mean.clone(), posterior.log_std)
+    other.mean[0] += 9  # what is masked does not count
+    assert torch.equal(one, head.loss(hidden, other, mask, RowNoise([1, 2, 3])))
+    assert head.loss(hidden, posterior, torch.zeros(3, 5)).item() == 0
+
+
+def test_the_energy_head_shares_the_condition_and_computes_the_same():
+    """Against each block written out on the concatenation [LN(x), y], sample for sample."""
+    head = randomized(EnergyHead(**SIZES, noise_size=6))
+    hidden, noise = torch.randn(2, 3, 16), torch.rand(5, 2, 3, 6) - 0.5
+    found = head.sample(hidden, noise=noise)
+    for n in range(5):
+        x, y = head.noise_norm(head.noise(noise[n])), head.condition_norm(head.condition(hidden))
+        for block in head.blocks:
+            weight = torch.cat([block.fuse_state.weight, block.fuse_condition.weight], dim=1)
+            u = F.linear(torch.cat([block.norm(x), y], dim=-1), weight, block.fuse_condition.bias)
+            gate, up = block.gate_up(F.silu(block.mix(F.silu(u)))).chunk(2, dim=-1)
+            x = x + block.down(F.silu(gate) * up)
+        expected = head.latent(F.silu(head.mix(head.norm(x))))
+        torch.testing.assert_close(found[n], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_energy_heads_noise_is_uniform():
+    head = EnergyHead(**SIZES, noise_size=8)
+    seen = []
+    head.noise.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0]))
+    head.sample(torch.zeros(500, 16), 10)
+    (noise,) = seen
+    assert noise.shape == (10, 500, 8)
+    assert -0.5 <= noise.min() < -0.49
+    assert 0.49 < noise.max() <= 0.5
+    assert abs(noise.var().item() - 1 / 12) < 0.002  # 40,000 draws: a standard error of 0.0004
+
+
+def test_sizes_are_those_of_the_paper():
+    head = EnergyHead(hidden_size=64, latent_size=8, num_layers=3)
+    block = sum(p.numel() for p in head.blocks[0].parameters() if p.ndim == 2)
+    assert block == 6 * 64**2
+
+
+CENTRES, SHARES, SIGMA = torch.tensor([[-1.0, 0.0], [1.0, 0.0], [0.0, 1.5]]), torch.tensor([0.2, 0.3, 0.5]), 0.1
+
+
+def fitted(head, steps: int, rate: float = 3e-3) -> torch.Tensor:
+    """Train on three places with known shares; 4,000 samples."""
+    torch.manual_seed(0)
+    head.initialize()
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.Adam(head.parameters(), lr=rate, betas=(0.9, 0.95))
+    hidden = torch.zeros(64, 1)
+    for step in range(steps):
+        chosen = torch.multinomial(SHARES, 64, replacement=True, generator=generator)
+        posterior = Posterior(CENTRES[chosen], torch.full((64, 2), math.log(SIGMA)))
+        optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
+        optimizer.zero_grad()
+        head.loss(hidden, posterior, generator=generator).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return head.sample(torch.zeros(1, 1), 4000, generator)[:, 0]
+
+
+def describe(samples: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """The share of samples nearest to each place, and of those that are at one at all."""
+    distances = torch.cdist(samples, CENTRES)
+    shares = torch.bincount(distances.argmin(1), minlength=3) / len(samples)
+    return shares, (distances.min(1).values < 4 * SIGMA).float().mean().item()
+
+
+class Wide(nn.Module):
+    """A head of 48 on a condition of one number."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.widen, self.head = nn.Linear(1, 48), head
+
+    def initialize(self):
+        self.head.initialize()
+
+    def loss(self, hidden, posterior, **kwargs):
+        return self.head.loss(self.widen(hidden), posterior, **kwargs)
+
+    def sample(self, hidden, *args):
+        return self.head.sample(self.widen(hidden), *args)
+
+
+def test_minimising_the_energy_loss_recovers_a_distribution_and_alpha_2_does_not():
+    sizes = {"hidden_size": 48, "latent_size": 2, "num_layers": 2, "noise_size": 8}
+    shares, at_a_place = describe(fitted(Wide(EnergyHead(**sizes)), steps=400, rate=5e-3))
+    assert (shares - SHARES).abs().max() < 0.07
+    assert at_a_place > 0.8  # a continuous map of noise crosses from place to place somewhere
+    with pytest.warns(CalmWarning, match="not strictly"):
+        collapsed = EnergyHead(**sizes, alpha=2.0)
+    samples = fitted(Wide(collapsed), steps=300)
+    assert describe(samples)[1] < 0.5
+    torch.testing.assert_close(samples.mean(0), SHARES @ CENTRES, rtol=0, atol=0.1)  # the mean is learnt all the same
+
+
+def test_flow_matching_recovers_a_distribution():
+    head = Wide(FlowHead(48, 2, 2, num_sampling_steps=20))
+    shares, at_a_place = describe(fitted(head, steps=700))
+    assert (shares - SHARES).abs().max() < 0.07
+    assert at_a_place > 0.8
+
+
+def test_diffusion_recovers_a_distribution():
+    head = Wide(DiffusionHead(48, 2, 2, num_sampling_steps=250))  # it needs many steps, as the paper finds
+    shares, at_a_place = describe(fitted(head, steps=700, rate=5e-3))
+    assert (shares - SHARES).abs().max() < 0.07
+    assert at_a_place > 0.8
+
+
+class KnownVelocity(nn.Module):
+    """The exact velocity of flow matching to N(mean, std²): E[z - noise | x_t = x]."""
+
+    def __init__(self, mean: float, std: float):
+        super().__init__()
+        self.mean, self.std, self.condition = mean, std, nn.Identity()
+
+    def forward(self, x, times, condition):
+        t = times.double() / 1000
+        variance = (1 - t) ** 2 + (t * self.std) ** 2
+        return self.mean + (t * self.std**2 - (1 - t)) / variance * (x - t * self.mean)
+
+
+def test_samplers_follow_the_flow_and_midpoint_converges_faster():
+    """The flow to a Gaussian is known: it carries noise e to mean + std·e."""
+    head = FlowHead(**SIZES)
+    head.denoiser = KnownVelocity(2.0, 0.5)  # pyright: ignore
+    noise = torch.randn(64, 1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    exact = 2.0 + 0.5 * noise
+
+    def error(sampler, steps):
+        found = head.sample(torch.zeros(1, 16), noise=noise, sampler=sampler, num_steps=steps)
+        return (found - exact).abs().max().item()
+
+    assert 1.7 < error("euler", 25) / error("euler", 50) < 2.3  # first order
+    assert error("midpoint", 25) / error("midpoint", 50) > 3.5  # second order, or better
+    assert error("midpoint", 10) < error("euler", 100)
+    with pytest.raises(ConfigError, match="euler or midpoint, not 'heun'"):
+        head.sample(torch.zeros(1, 16), sampler="heun")  # pyright: ignore
+
+
+class KnownNoise(nn.Module):
+    """The exact prediction of the noise for data from N(mean, std²), and the largest variance for a step."""
+
+    def __init__(self, mean: float, std: float):
+        super().__init__()
+        self.mean, self.std, self.condition = mean, std, nn.Identity()
+
+    def forward(self, x, times, condition):
+        remaining = (1 - cosine_betas()).cumprod(0)[times].float()[..., None]
+        variance = remaining * self.std**2 + 1 - remaining
+        noise = (1 - remaining).sqrt() * (x - remaining.sqrt() * self.mean) / variance
+        return torch.cat([noise, torch.ones_like(noise)], dim=-1)
+
+
+def test_ancestral_sampling_ends_in_the_data():
+    head = DiffusionHead(**SIZES)
+    head.denoiser = KnownNoise(2.0, 0.5)  # pyright: ignore
+    found = head.sample(torch.zeros(16), 4000, torch.Generator().manual_seed(0), num_steps=200)
+    assert abs(found.mean().item() - 2.0) < 0.03  # 16,000 numbers: standard error 0.004, and the steps are finite
+    assert abs(found.std().item() - 0.5) < 0.03
+
+
+def test_the_schedule_is_that_of_the_format():
+    betas = cosine_betas()
+    assert len(betas) == 1000
+    assert betas.max() == 0.999
+    first = 1 - (math.cos(0.009 / 1.008 * math.pi / 2) / math.cos(0.008 / 1.008 * math.pi / 2)) ** 2
+    assert betas[0].item() == pytest.approx(first)
+    schedule = Schedule.of(100)
+    assert schedule.times.tolist()[:3] == [0, 10, 20]
+    assert schedule.times.tolist()[-1] == 999
+    torch.testing.assert_close(schedule.signal**2 + schedule.noise_scale**2, torch.ones(100))
+    assert schedule.log_smallest[0] == schedule.log_smallest[1]
+    whole = Schedule.of(1000)
+    torch.testing.assert_close(whole.log_largest, betas.log().float(), rtol=1e-4, atol=1e-4)
+    for steps in (1, 0, 1001):
+        with pytest.raises(ConfigError, match=f"2 to 1000 steps, not {steps}"):
+            Schedule.of(steps)
+
+
+def test_times_are_cosines_then_sines():
+    found = sinusoids(torch.tensor([3]))[0]
+    assert found.shape == (256,)
+    assert found[1].item() == pytest.approx(math.cos(3 * math.exp(-math.log(10000) / 128)), abs=1e-6)
+    assert found[129].item() == pytest.approx(math.sin(3 * math.exp(-math.log(10000) / 128)), abs=1e-6)

@@ -1,0 +1,223 @@
+"""The language model and the baseline on the engine: they learn, continue to the same bits, refuse what is wrong."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import calm  # noqa: F401
+from calm.config import load_config
+from calm.data.loader import Batch
+from calm.errors import ConfigError, DataError, UserError
+from calm.evaluate.health import evaluate_predictions
+from calm.evaluate.softmax import evaluate_softmax
+from calm.models.loading import load_calm
+from calm.train.loop import train
+from tests.train.conftest import BACKBONE, metrics, run
+from tests.train.test_distributed import succeed
+
+
+def settings(recipe, *more):
+    return load_config(str(recipe), list(more))
+
+
+@pytest.mark.parametrize("head", ["energy", "flow", "diffusion"])
+def test_every_head_learns(language_model, autoencoder, tmp_path, head):
+    more = [
+        f"language_model.head={head}",
+        "language_model.num_sampling_steps=4",
+        "train.steps=60",
+        "train.evaluate_every=30",
+    ]
+    summary = train(settings(language_model, *more), tmp_path / "run")
+    losses = metrics(tmp_path / "run")
+    assert np.mean([losses[s] for s in range(51, 61)]) < 0.95 * np.mean([losses[s] for s in range(1, 6)])
+    for name in ("energy_loss", "fidelity", "diversity", "context_gap", "sample_spread", "same_chunk", "brier_1"):
+        assert np.isfinite(summary[name])
+    assert summary["energy_loss"] == pytest.approx(summary["fidelity"] - summary["diversity"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "run" / "model")) == model.config.vocab_size
+    before = load_file(autoencoder / "model.safetensors")  # unchanged by training
+    for name, value in model.autoencoder.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_the_baseline_learns(transformer, tmp_path):
+    summary = train(settings(transformer, "train.steps=60"), tmp_path / "run")
+    losses = metrics(tmp_path / "run")
+    assert losses[60] < 0.8 * losses[1]
+    assert summary["score"] == -summary["cross_entropy"]
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")) is LlamaForCausalLM
+
+
+def test_continued_it_ends_in_the_same_bits(language_model, tmp_path):
+    more = settings(language_model, "train.gradient_checkpointing=true", "train.accumulation=2")
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    train(more, whole)
+    shutil.copytree(whole, again)  # and as if it had been killed after step 20
+    shutil.rmtree(again / "checkpoints" / "step-00000030")
+    shutil.rmtree(again / "model")
+    train(more, again, resume=True)
+    one, other = (load_file(run / "model" / "model.safetensors") for run in (whole, again))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert metrics(whole) == metrics(again)
+
+
+@pytest.mark.parametrize("kind", ["language_model", "transformer"])
+def test_two_processes_compute_what_one_computes(kind, request, tmp_path):
+    recipe, short = request.getfixturevalue(kind), ("--set", "train.steps=10", "--set", "train.checkpoint_every=5")
+    one, two = tmp_path / "one", tmp_path / "two"
+    succeed(recipe, one, *short)
+    succeed(recipe, two, *short, processes=2)
+    alone, together = metrics(one), metrics(two)
+    assert sorted(together) == list(range(1, 11))
+    for step, loss in alone.items():
+        assert abs(loss - together[step]) < 1e-4 * abs(loss)
+    scores = metrics(one, "score"), metrics(two, "score")
+    for step, score in scores[0].items():
+        assert abs(score - scores[1][step]) < 1e-3 * abs(score)
+    shutil.rmtree(two / "checkpoints" / "step-00000010")
+    shutil.rmtree(two / "model")
+    succeed(recipe, two, *short, "--resume")  # one process goes on where two were
+    continued = metrics(two)
+    assert all(abs(loss - continued[step]) < 1e-4 * abs(loss) for step, loss in alone.items())
+    load = load_calm if kind == "language_model" else AutoModelForCausalLM.from_pretrained
+    assert load(two / "model")
+
+
+def test_going_on_from_a_model_on_other_data(language_model, prepared, tmp_path):
+    train(settings(language_model), tmp_path / "first")
+    values = yaml.safe_load(language_model.read_text())
+    values["language_model"] = {"start": str(tmp_path / "first" / "model")}
+    values["train"]["steps"] = 10
+    (tmp_path / "next.yaml").write_text(yaml.safe_dump(values))
+    train(settings(tmp_path / "next.yaml"), tmp_path / "next")
+    first, after = metrics(tmp_path / "first"), metrics(tmp_path / "next")
+    assert after[1] < 0.95 * first[1]  # it does not begin anew
+    with pytest.raises(ConfigError, match="start takes the model as it is, so head cannot be set beside it"):
+        settings(tmp_path / "next.yaml", "language_model.head=flow")
+
+
+def test_a_pretrained_backbone_keeps_its_weights_and_words(language_model, prepared, tmp_path):
+    torch.manual_seed(1)
+    pretrained = LlamaForCausalLM(LlamaConfig(**BACKBONE, vocab_size=398))  # without the roles that were added
+    pretrained.save_pretrained(tmp_path / "pretrained")
+    shutil.copytree(prepared / "tokenizer", tmp_path / "pretrained", dirs_exist_ok=True)
+    values = yaml.safe_load(language_model.read_text())
+    values["language_model"]["backbone"] = str(tmp_path / "pretrained")
+    values["optimizer"]["learning_rate"] = 1e-12
+    values["optimizer"]["weight_decay"] = 0.0
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    train(settings(tmp_path / "recipe.yaml"), tmp_path / "run")
+    model = load_calm(tmp_path / "run" / "model")
+    torch.testing.assert_close(
+        model.backbone.layers[1].mlp.up_proj.weight, pretrained.model.layers[1].mlp.up_proj.weight
+    )
+    assert model.chunk_embedding.tokens is not None
+    torch.testing.assert_close(model.chunk_embedding.tokens.weight[:398], pretrained.model.embed_tokens.weight)
+    other = tmp_path / "other" / "tokenizer.json"
+    shutil.copytree(tmp_path / "pretrained", tmp_path / "other")
+    content = json.loads(other.read_text())
+    content["model"]["merges"] = content["model"]["merges"][:-1]
+    other.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="different tokenizers"):
+        train(settings(tmp_path / "recipe.yaml", f"language_model.backbone={tmp_path / 'other'}"), tmp_path / "x")
+
+
+def test_mistakes_are_told_before_anything_is_written(language_model, transformer, autoencoder, prepared, tmp_path):
+    nowhere, long = tmp_path / "nowhere", {**BACKBONE, "max_position_embeddings": 4}
+    broken = tmp_path / "broken"
+    shutil.copytree(autoencoder, broken)
+    (broken / "model.safetensors").write_bytes(b"\0" * 100)
+    foreign = tmp_path / "foreign"
+    shutil.copytree(autoencoder, foreign)
+    tokenizer = json.loads((foreign / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-1]
+    (foreign / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for recipe, change, kind, message in (
+        (language_model, "data.chunk_size=2", ConfigError, "data.chunk_size is 2, but the model in .* has chunks of 4"),
+        (language_model, f"language_model.autoencoder={nowhere}", UserError, "is not a model directory"),
+        (language_model, f"language_model.autoencoder={broken}", UserError, "cannot be read"),
+        (language_model, f"language_model.autoencoder={foreign}", DataError, "different tokenizers"),
+        (language_model, f"language_model.backbone={long}", ConfigError, "rows of 7 chunks, but the backbone has 4"),
+        (transformer, f"language_model.backbone={long}", ConfigError, "rows of 28 tokens, but the backbone has 4"),
+        (language_model, "language_model.backbone={model_type: lama}", ConfigError, "backbone 'lama'"),
+    ):
+        with pytest.raises(kind, match=message):
+            train(settings(recipe, change), tmp_path / "run")
+        assert not list((tmp_path / "run").iterdir())
+    for change, message in (
+        ("language_model.head=enrgy", "language_model.head: input should be 'energy', 'flow' or 'diffusion'"),
+        ("language_model.alpha=2.5", "language_model.alpha"),
+        ("language_model.num_model_samples=1", "must be at least 2, not 1"),
+        ("language_model.autoencoder=null", "language_model.autoencoder is missing"),
+        ("language_model.hed=flow", "unknown key language_model.hed; did you mean head"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            settings(language_model, change)
+
+
+def test_a_warning_is_one_line(language_model, tmp_path):
+    done = run(language_model, tmp_path / "run", "--set", "language_model.alpha=2", "--set", "train.steps=2")
+    assert done.returncode == 0, done.stderr
+    assert "warning: alpha = 2 is proper but not strictly" in done.stderr
+    assert "CalmWarning" not in done.stderr
+
+
+def rows(model, count=4, chunks=8):
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(0, model.config.vocab_size, (count, chunks * 4))
+    return [Batch(tokens, np.ones_like(tokens, dtype=bool), np.arange(count))]
+
+
+def test_health_measures_see_what_they_should(language_model, autoencoder, tmp_path):
+    train(settings(language_model, "train.steps=5"), tmp_path / "run")
+    model = load_calm(tmp_path / "run" / "model")
+    batches = rows(model)
+    healthy = evaluate_predictions(model, batches)
+    assert healthy == evaluate_predictions(model, batches)  # the same noise for the same rows
+    assert healthy["sample_spread"] > 0
+    with torch.no_grad():
+        model.head.noise.weight.zero_()  # the noise is ignored
+    deaf = evaluate_predictions(model, batches)
+    assert deaf["sample_spread"] == pytest.approx(0, abs=1e-5)
+    assert deaf["diversity"] == pytest.approx(0, abs=1e-4)
+    assert deaf["same_chunk"] == 1
+    with torch.no_grad():
+        model.head.condition.weight.zero_()  # and the context, too
+    blind = evaluate_predictions(model, batches)
+    mean = model.posterior(model.chunks(torch.from_numpy(batches[0].tokens)))
+    assert abs(blind["context_gap"]) < 0.1 * mean.mean.norm(dim=-1).mean().item()
+    perfect = model.posterior
+    target = model.chunks(torch.from_numpy(batches[0].tokens))[:, 1:]
+    model.predict = lambda *_: (perfect(target).mean.expand(4, -1, -1, -1), target.expand(4, -1, -1, -1))
+    best = evaluate_predictions(model, batches)
+    assert best["brier_lm"] == pytest.approx(100)
+    assert best["context_gap"] > 0
+
+
+def test_softmax_measures_are_exact():
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**BACKBONE, vocab_size=11))
+    (batch,) = rows(model)
+    batch.mask[1, 5:] = False
+    found = evaluate_softmax(model, [batch])
+    tokens = torch.from_numpy(batch.tokens)
+    with torch.no_grad():
+        probabilities = model(tokens).logits.softmax(-1)
+    nats, brier, count = 0.0, 0.0, 0
+    for row in range(4):
+        for place in range(1, tokens.shape[1]):
+            if batch.mask[row, place]:
+                p = probabilities[row, place - 1]
+                nats -= p[tokens[row, place]].log().item()
+                brier += (2 * p[tokens[row, place]] - (p**2).sum()).item()
+                count += 1
+    assert found["cross_entropy"] == pytest.approx(nats / count, rel=1e-5)
+    assert found["brier_1"] == pytest.approx(100 * brier / count, rel=1e-4)
