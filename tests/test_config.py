@@ -21,6 +21,12 @@ def test_defaults_then_recipe_then_settings(tmp_path):
     assert config.seed == 3
 
 
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_saved_recipe_is_read_back(name, tmp_path):
+    save_config(load_config(name), tmp_path)
+    assert load_config(str(tmp_path / "config.yaml")) == load_config(name)
+
+
 def test_a_saved_config_is_a_recipe(tmp_path):
     config = load_config("laptop-autoencoder", ["data.chunk_size=8"])
     save_config(config, tmp_path / "run")

@@ -65,17 +65,23 @@ def loaded_by(statement: str) -> set[str]:
 def test_import_calm_is_light_and_still_registers_the_auto_classes():
     assert not {"torch", "transformers", "numpy"} & loaded_by("import calm")
     code = (
-        "import calm; from transformers import AutoConfig, AutoModel;"
-        "config = AutoConfig.for_model('calm-autoencoder', vocab_size=16, hidden_size=8, intermediate_size=8);"
-        "print(type(AutoModel.from_config(config)).__name__)"
+        "import calm; from transformers import AutoConfig, AutoModel, AutoModelForCausalLM;"
+        "small = dict(vocab_size=16, hidden_size=8, intermediate_size=8);"
+        "inner = AutoConfig.for_model('calm-autoencoder', **small);"
+        "layers = dict(num_hidden_layers=1, num_attention_heads=1, **small);"
+        "config = AutoConfig.for_model('calm', backbone_config=layers, autoencoder_config=inner);"
+        "made = AutoModel.from_config(inner), AutoModelForCausalLM.from_config(config);"
+        "print(*(type(model).__name__ for model in made))"
     )
     for first in (
         "",
         "from transformers import AutoModel;",
-        "from calm.models.autoencoder import ChunkAutoencoder;",
+        "import calm.models.autoencoder;",
+        "import calm.models.calm;",
+        "import calm.evaluate.report;",
     ):
-        done = subprocess.run([sys.executable, "-c", first + code], capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == "ChunkAutoencoder"
+        done = subprocess.run([sys.executable, "-c", first + code], capture_output=True, text=True)
+        assert done.stdout.strip() == "ChunkAutoencoder CalmForCausalLM", first + done.stderr
 
 
 def test_help_and_workers_import_neither_torch_nor_transformers():

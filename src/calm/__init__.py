@@ -23,15 +23,20 @@ _NAMES = {
 }
 
 
+_MODULES = ("scores", "heads", "models", "evaluate")
+
+
 def __getattr__(name: str) -> Any:
     """The public names, imported when they are first used."""
+    if name in _MODULES:
+        return importlib.import_module(f"calm.{name}")
     if name not in _NAMES:
         raise AttributeError(f"module 'calm' has no attribute {name!r}")
     return getattr(importlib.import_module(_NAMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(["__version__", *_NAMES])
+    return sorted(["__version__", *_NAMES, *_MODULES])
 
 
 _auto.register_when_imported(

@@ -78,7 +78,7 @@ class LanguageModel(Section):
     num_head_layers: int | None = Field(None, ge=1, description="blocks; null: a quarter of the backbone's layers")
     num_model_samples: int = Field(8, ge=1, description="N, samples or repeats of a position in training")
     num_target_samples: int | None = Field(None, ge=1, description="M of the energy loss; null: closed form")
-    alpha: float = Field(1.0, gt=0, le=2, description="exponent of the energy score")
+    alpha: float = Field(1.0, description="exponent of the energy score, in (0, 2]")
     noise_size: int = Field(64, ge=1, description="of the energy head")
     sampler: Literal["euler", "midpoint"] = Field("midpoint", description="of the flow head")
     num_sampling_steps: int | None = Field(None, ge=1, description="of the flow and the diffusion head")
@@ -90,7 +90,13 @@ class LanguageModel(Section):
                 "the energy loss compares samples with each other: num_model_samples must be at least 2, "
                 f"not {self.num_model_samples}"
             )
-        if self.start is not None and (other := self.model_fields_set - {"start"}):
+        if not 0 < self.alpha <= 2:
+            raise ValueError(
+                f"alpha must lie in (0, 2]: the energy score is no proper scoring rule for alpha = {self.alpha}"
+            )
+        default = LanguageModel.model_construct()
+        other = {name for name in self.model_fields_set if getattr(self, name) != getattr(default, name)} - {"start"}
+        if self.start is not None and other:
             raise ValueError(f"start takes the model as it is, so {', '.join(sorted(other))} cannot be set beside it")
         return self
 

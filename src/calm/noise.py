@@ -20,33 +20,32 @@ class RowNoise:
         return cls(torch.randint(2**62, (rows,)).tolist(), device)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self._draw(torch.randn, shape, dtype)
+        return self.draw(torch.randn, shape).to(dtype)
 
-    def uniform(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self._draw(torch.rand, shape, dtype)
+    def uniform(self, *shape: int) -> Tensor:
+        return self.draw(torch.rand, shape)
 
-    def _draw(self, function, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        drawn = [function(shape, generator=g, device=g.device, dtype=dtype) for g in self.generators]
-        return torch.stack(drawn)  # (B, *shape)
+    def draw(self, function, shape: tuple[int, ...]) -> Tensor:
+        """What torch.randn or torch.rand give for each row, in fp32: bf16 has too few numbers to draw from."""
+        return torch.stack([function(shape, generator=g, device=g.device) for g in self.generators])  # (B, *shape)
 
 
 Source = torch.Generator | RowNoise | None  # who is asked for noise; None is torch's global generator
 
 
 def draw_normal(source: Source, like: Tensor, count: int, size: int) -> Tensor:
-    """Standard normal noise for `count` samples at each position of `like` (..., any): (count, ..., size)."""
+    """Standard normal noise, in fp32, for `count` samples at each position of `like` (..., any): (count, ..., size)."""
     return _draw(torch.randn, source, like, count, size)
 
 
 def draw_uniform(source: Source, like: Tensor, count: int, size: int) -> Tensor:
-    """Noise uniform in [0, 1) for `count` samples at each position of `like` (..., any): (count, ..., size)."""
+    """The same, uniform in [0, 1)."""
     return _draw(torch.rand, source, like, count, size)
 
 
 def _draw(function, source: Source, like: Tensor, count: int, size: int) -> Tensor:
     shape = like.shape[:-1]
     if isinstance(source, RowNoise):
-        return source._draw(function, (count, *shape[1:], size), like.dtype).movedim(0, 1)
+        return source.draw(function, (count, *shape[1:], size)).movedim(0, 1)
     device = like.device if source is None else source.device
-    noise = function((count, *shape, size), generator=source, device=device, dtype=like.dtype)
-    return noise.to(like.device)
+    return function((count, *shape, size), generator=source, device=device).to(like.device)

@@ -173,7 +173,8 @@ def test_samplers_follow_the_flow_and_midpoint_converges_faster():
     exact = 2.0 + 0.5 * noise
 
     def error(sampler, steps):
-        found = head.sample(torch.zeros(1, 16), noise=noise, sampler=sampler, num_steps=steps)
+        hidden = torch.zeros(1, 16, dtype=torch.float64)
+        found = head.sample(hidden, noise=noise, sampler=sampler, num_steps=steps)
         return (found - exact).abs().max().item()
 
     assert 1.7 < error("euler", 25) / error("euler", 50) < 2.3  # first order
@@ -221,6 +222,19 @@ def test_the_schedule_is_that_of_the_format():
     for steps in (1, 0, 1001):
         with pytest.raises(ConfigError, match=f"2 to 1000 steps, not {steps}"):
             Schedule.of(steps)
+
+
+@pytest.mark.parametrize("kind", [FlowHead, DiffusionHead])
+def test_in_bf16_every_time_is_learnt(kind):
+    """bf16 has too few numbers to draw times from."""
+    head, seen = randomized(kind(**SIZES)).to(torch.bfloat16), []
+    head.denoiser.time.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0]))
+    posterior = Posterior(torch.zeros(1, 8000, 4, dtype=torch.bfloat16), torch.zeros(1, 8000, 4, dtype=torch.bfloat16))
+    loss = head.loss(torch.zeros(1, 8000, 16, dtype=torch.bfloat16), posterior)
+    assert loss.dtype == torch.float32
+    assert len(torch.unique(seen[0].flatten(0, -2), dim=0)) > 400  # 1,000 times, as far as bf16 tells sines apart
+    samples = head.sample(torch.zeros(3, 16, dtype=torch.bfloat16), 2)
+    assert samples.dtype == torch.bfloat16
 
 
 def test_times_are_cosines_then_sines():

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -146,7 +148,8 @@ def test_the_trainer_of_transformers_trains_it(tmp_path):
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
         max_steps=40,
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
         learning_rate=5e-3,
         report_to=[],
         save_strategy="no",
@@ -158,6 +161,7 @@ def test_the_trainer_of_transformers_trains_it(tmp_path):
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < 0.95 * losses[0]
+    assert losses[0] < 20  # a mean, not a sum over the accumulated parts
     trainer.save_model(str(tmp_path / "saved"))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved").config.chunk_size == 4
 
@@ -179,9 +183,70 @@ def test_pushing_to_a_hub_sends_everything(monkeypatch):
     assert sent == ["README.md", "config.json", "model.safetensors"]
 
 
-def test_the_head_is_a_tenth_and_a_quarter():
-    config = CalmConfig({"hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4}, AUTOENCODER)
-    assert config.num_head_layers == 3
+def test_the_head_is_a_tenth_of_the_model_and_has_a_quarter_of_the_layers():
+    wide = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 12, "num_attention_heads": 4}
+    made = CalmForCausalLM(CalmConfig(wide, {**AUTOENCODER, "vocab_size": 9000}))
+    assert made.config.num_head_layers == 3
+    inside = sum(p.numel() for p in made.parameters() if p.requires_grad)
+    assert 0.07 < sum(p.numel() for p in made.head.parameters()) / inside < 0.13
+
+
+@pytest.mark.parametrize("head", ["energy", "flow", "diffusion"])
+def test_heads_begin_at_zero_and_in_the_scale_of_their_width(head, tmp_path):
+    made = model(head=head)
+    inner: Any = made.head if head == "energy" else made.head.denoiser
+    last, wide = (inner.latent, inner.mix) if head == "energy" else (inner.output, inner.blocks[0].mlp[0])
+    assert not last.weight.any()
+    assert not last.bias.any()
+    assert wide.weight.std().item() == pytest.approx((2 / (32 + 32)) ** 0.5, rel=0.1)  # Xavier
+    if head != "energy":
+        assert not inner.blocks[0].modulation.weight.any()
+    torch.nn.init.normal_(last.weight)
+    made.save_pretrained(tmp_path)
+    again: Any = load_calm(tmp_path).head
+    loaded = again.latent if head == "energy" else again.denoiser.output
+    assert torch.equal(loaded.weight, last.weight)  # loading does not begin anew
+
+
+def test_forward_learns_the_chunk_behind_each_position():
+    made = model().train()
+    given, noise = ids(), [1, 2]
+    loss = made(given, labels=given, noise=RowNoise(noise)).loss
+    with torch.no_grad():
+        hidden = made.hidden_states(given[:, :-4])
+        chunks = given.view(2, 6, 4)
+        behind = made.head.loss(hidden, made.autoencoder.encode(chunks[:, 1:]), generator=RowNoise(noise))
+        same = made.head.loss(hidden, made.autoencoder.encode(chunks[:, :-1]), generator=RowNoise(noise))
+    torch.testing.assert_close(loss, behind)
+    assert (loss - same).abs() > 1e-3
+
+
+def test_attention_can_be_chosen(tmp_path):
+    model().save_pretrained(tmp_path)
+    for kind in ("eager", "sdpa"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=kind)
+        assert loaded.backbone.config._attn_implementation == kind
+
+
+def test_weights_are_read_in_fp32(tmp_path):
+    model().to(torch.bfloat16).save_pretrained(tmp_path)
+    assert load_calm(tmp_path).dtype == torch.float32
+
+
+def test_padding_is_not_learnt():
+    made = model().train()
+    given = ids(rows=1)
+    alone = made(given, labels=given, noise=RowNoise([1])).loss
+    for left, right in ((8, 0), (0, 8)):
+        fill = torch.full((1, left), 3), torch.full((1, right), 3)
+        padded = torch.cat([fill[0], given, fill[1]], dim=1)
+        mask = torch.cat([torch.zeros(1, left), torch.ones_like(given), torch.zeros(1, right)], dim=1).long()
+        with patch.object(made.head, "loss", wraps=made.head.loss) as compute:
+            loss = made(padded, labels=padded, attention_mask=mask, noise=RowNoise([1])).loss
+        assert compute.call_args.args[2].sum() == 5  # six chunks, of which the first has nothing before it
+        assert loss.isfinite()
+        if right:  # the noise of the first positions is the same
+            assert loss.item() == pytest.approx(alone.item(), rel=0.2)
 
 
 def test_mistakes_are_told():
@@ -191,12 +256,31 @@ def test_mistakes_are_told():
         CalmConfig(SMALL, AUTOENCODER, head="enrgy")  # pyright: ignore
     with pytest.raises(ConfigError, match="model_input must be one of"):
         CalmConfig(SMALL, AUTOENCODER, model_input="words")  # pyright: ignore
-    with pytest.raises(ConfigError, match="backbone 'lama'"):
-        CalmConfig({"model_type": "lama"}, AUTOENCODER)
+    for fields, message in (
+        ({"model_type": "lama"}, "no model_type 'lama' in transformers; did you mean llama"),
+        ({"hiden_size": 64}, "a llama has no field 'hiden_size'; did you mean hidden_size"),
+        ({"hidden_size": 30, "num_attention_heads": 4}, "llama cannot be built"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            CalmConfig(fields, AUTOENCODER)
+    with pytest.raises(ConfigError, match="reads in both directions"):
+        CalmForCausalLM(CalmConfig({**SMALL, "model_type": "bert"}, AUTOENCODER))
+    for wrong in ({"sampler": "heun"}, {"num_head_layers": 0}, {"num_target_samples": 0}, {"num_sampling_steps": -1}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            CalmConfig(SMALL, AUTOENCODER, **wrong)
+    for given, labels, message in (
+        (9, 9, "whole chunks of 4 tokens, and 9 is no multiple of 4"),
+        (4, 4, "at least two chunks"),
+        (8, 4, r"labels of shape \(1, 4\) for input_ids of \(1, 8\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            model()(torch.zeros(1, given, dtype=torch.long), labels=torch.zeros(1, labels, dtype=torch.long))
+    with pytest.raises(TypeError):
+        model()(ids(), label=ids())
     with pytest.raises(ConfigError, match="whole chunks of 4 tokens, and 9 is no multiple of 4; pad"):
         model().hidden_states(torch.zeros(1, 9, dtype=torch.long))
     short = CalmForCausalLM(CalmConfig({**SMALL, "max_position_embeddings": 4}, AUTOENCODER))
-    with pytest.raises(ConfigError, match=r"5 chunks \(20 tokens\) are more than the backbone's 4 positions"):
+    with pytest.raises(ConfigError, match="5 chunks are more than the backbone's 4 positions"):
         short.hidden_states(torch.zeros(1, 20, dtype=torch.long))
     with pytest.raises(ConfigError, match="at least 2, not 1"):
         model(num_model_samples=1)

@@ -365,28 +365,81 @@ def changed(directory, change):
 KEY = "mlp_generator.mlp_blocks.0.down_proj.weight"
 
 
+def without(*keys):
+    return lambda w: [w.pop(key) for key in keys]
+
+
+def put(key, value):
+    return lambda w: w.update({key: value})
+
+
+def both(key, value):
+    """Under both names that they save the energy head by."""
+    return lambda w: w.update({key: value, key.replace("mlp_generator", "generative_head"): value})
+
+
+COPY = KEY.replace("mlp_generator", "generative_head")
+FUSED = "mlp_generator.mlp_blocks.1.linears.0.weight"
+LAYER = "ae_model.encoder.encoder_layers.2.layernorm.weight"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w.update({"surprise.weight": torch.zeros(1)}), "holds surprise.weight, which belongs to no part"),
+        (put("surprise.weight", torch.zeros(1)), "holds surprise.weight, which belongs to no part"),
+        (without(KEY, COPY), f"lack {KEY}$"),
+        (without(FUSED, FUSED.replace("mlp_generator", "generative_head")), f"lack {FUSED}$"),
+        (without("transformer.layers.0.mlp.up_proj.weight"), "lack transformer.layers.0.mlp.up_proj.weight$"),
+        (without("embed_proj.3.bias", "embed_proj.0.weight"), "lack embed_proj.0.weight, embed_proj.3.bias$"),
         (
-            lambda w: [w.pop(k) for k in (KEY, KEY.replace("mlp_generator", "generative_head"))],
-            "lack what is head.blocks.0.down.weight",
+            without("ae_model.decoder.decoder_layers.1.mlp.up_proj.weight"),
+            "lack ae_model.decoder.decoder_layers.1.mlp.up",
         ),
-        (
-            lambda w: w.update({"embed_proj.0.bias": torch.zeros(3)}),
-            "chunk_embedding.compress.0.bias here has the shape",
-        ),
-        (lambda w: w.update({KEY: w[KEY] + 1}), "should be a copy of"),
-        (lambda w: w.update({"ae_model.decoder.lm_head_weight": torch.zeros(V, D)}), "should be one matrix"),
-        (lambda w: w.update({"transformer.layers.7.mlp.up_proj.weight": torch.zeros(2, 2)}), "no place"),
-        (lambda w: w.update({"mlp_generator.mlp_blocks.9.down_proj.bias": torch.zeros(H)}), "no place"),
+        (put("embed_proj.0.bias", torch.zeros(3)), r"embed_proj.0.bias \(.* here\) has the shape \(3,\)"),
+        (put(KEY, torch.zeros(H, H)), "should be a copy of"),
+        (put("ae_model.decoder.lm_head_weight", torch.zeros(V, D)), "should be one matrix"),
+        (put("transformer.layers.7.mlp.up_proj.weight", torch.zeros(2, 2)), "layers.7.mlp.up_proj.weight.*no place"),
+        (put("mlp_generator.mlp_blocks.9.down_proj.bias", torch.zeros(H)), "mlp_blocks.9.down_proj.bias.*no place"),
+        (put(LAYER, torch.zeros(D)), f"holds {LAYER[9:]}, which belongs"),
+        (both(FUSED, torch.zeros(4)), "linears.0.weight .* has the shape"),
     ],
 )
 def test_a_key_that_is_wrong_is_named(tmp_path, change, message):
     directory, autoencoder, _, _ = published(tmp_path)
     changed(directory, change)
     with pytest.raises(UserError, match=message):
+        import_language_model(directory, autoencoder)
+
+
+def test_the_tied_matrix_may_be_under_either_name(tmp_path):
+    directory, autoencoder, weights, _ = published(tmp_path)
+    changed(directory, without("ae_model.encoder.embed_tokens.weight"))
+    model = import_language_model(directory, autoencoder)
+    assert torch.equal(model.autoencoder.embedding.weight, weights["ae_model.decoder.lm_head_weight"])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", "[]", "should hold an object, not a list"),
+        ("config.json", "{", "config.json cannot be read"),
+        ("model.safetensors.index.json", "{", "index.json cannot be read"),
+        ("model.safetensors.index.json", "{}", "the field 'weight_map' is missing"),
+    ],
+)
+def test_broken_json(tmp_path, file, content, message):
+    directory, autoencoder, _, _ = published(tmp_path)
+    (directory / file).write_text(content)
+    with pytest.raises(UserError, match=message):
+        import_language_model(directory, autoencoder)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"hidden_size": "wide"}, {"num_attention_heads": 5}, {"num_mlp_layers": None}, {"beta": 7}]
+)
+def test_configurations_that_make_no_sense(tmp_path, fields):
+    directory, autoencoder, _, _ = published(tmp_path, **fields)
+    with pytest.raises(UserError):
         import_language_model(directory, autoencoder)
 
 

@@ -5,7 +5,8 @@ fidelity, diversity    its two terms, 2·E|x - z| and E|x - x'|; a collapsed mod
 context_gap            how much worse the samples fit another position's target; 0: the context is ignored
 sample_spread          standard deviation of samples in a dimension; 0: the noise is ignored
 same_chunk             share of pairs of samples that decode to the same chunk
-brier_1 … brier_4      §4, in percent, on the first tokens of a chunk; brier_lm where all are positive
+brier_1 … brier_4      §4, in percent, on the first tokens of a chunk (of K < 4 the first K); brier_lm
+                           where there are four, all positive
 """
 
 from collections.abc import Callable, Iterable
@@ -48,7 +49,7 @@ def evaluate_predictions(
             target = model.chunks(tokens)[:, 1:]  # (B, L, K)
             posterior = model.posterior(target)
             fidelity, diversity = energy_terms(latents, posterior)
-            elsewhere, _ = energy_terms(latents, _shuffled(posterior))
+            elsewhere, _ = energy_terms(latents, _elsewhere(posterior, counted))
             scores = brier_of_samples(chunks[..., :ngrams], target[..., :ngrams])  # (B, L, n)
             measures = [
                 torch.ones_like(fidelity),
@@ -77,11 +78,12 @@ def evaluate_predictions(
     return found if whole is None else {**found, "brier_lm": whole}
 
 
-def _shuffled(posterior: Posterior) -> Posterior:
-    """The posteriors of other positions, half a batch away."""
-    flat = [part.flatten(0, 1) for part in (posterior.mean, posterior.log_std)]
-    moved = [part.roll(len(part) // 2, 0).view_as(posterior.mean) for part in flat]
-    return Posterior(*moved)
+def _elsewhere(posterior: Posterior, counted: Tensor) -> Posterior:
+    """For each position the posterior of another of its row, half of the row's targets away."""
+    targets = counted.sum(1, keepdim=True).long().clamp(min=1)  # they come first in a row; behind them is fill
+    places = (torch.arange(counted.shape[1], device=counted.device) + targets // 2) % targets  # (B, L)
+    index = places[..., None].expand_as(posterior.mean)
+    return Posterior(posterior.mean.gather(1, index), posterior.log_std.gather(1, index))
 
 
 def _same_chunk(chunks: Tensor) -> Tensor:

@@ -1,15 +1,16 @@
 """What all heads share."""
 
+import torch
 from torch import Tensor, nn
 
 NORM_EPS = 1e-6
 
 
 def masked_mean(losses: Tensor, mask: Tensor | None) -> Tensor:
-    """The mean of losses (..., L) over positions whose mask is not 0."""
+    """The mean of losses (..., L) over positions whose mask is 1; what the others hold does not matter."""
     if mask is None:
         return losses.mean()
-    return (losses * mask).sum() / mask.sum().clamp(min=1)
+    return torch.where(mask > 0, losses, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def initialize_linears(module: nn.Module) -> None:

@@ -108,29 +108,28 @@ class DiffusionHead(nn.Module):
         x, condition = fresh(0), self.denoiser.condition(hidden)
         for number, step in enumerate(reversed(range(steps)), start=1):
             here = schedule.at(torch.tensor(step, device=x.device))
-            mean, log_variance = self._step(x, here, self.denoiser(x, here.times[..., 0], condition))
-            x = mean.to(hidden.dtype)
+            x, log_variance = self._step(x, here, self.denoiser(x.to(hidden.dtype), here.times[..., 0], condition))
             if step > 0:
-                x = x + ((0.5 * log_variance).exp() * fresh(number)).to(hidden.dtype)
-        return x
+                x = x + (0.5 * log_variance).exp() * fresh(number)
+        return x.to(hidden.dtype)
 
     @staticmethod
     def _step(x: Tensor, here: Schedule, output: Tensor) -> tuple[Tensor, Tensor]:
         """The mean and log-variance of x_{t-1} that the network's output stands for."""
         noise, place = output.float().chunk(2, dim=-1)
-        start = (x.float() - here.noise_scale * noise) / here.signal
+        start = (x - here.noise_scale * noise) / here.signal
         share = (place + 1) / 2
         log_variance = share * here.log_largest + (1 - share) * here.log_smallest
-        return here.from_start * start + here.from_state * x.float(), log_variance
+        return here.from_start * start + here.from_state * x, log_variance
 
     def loss(
         self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: Source = None
     ) -> Tensor:
         """The squared error of the noise, and the variational bound (bits a dimension), which trains the variance."""
-        count = self.num_model_samples
-        target = posterior.sample(draw_normal(generator, posterior.mean, count, self.latent_size)).float()
-        noise = draw_normal(generator, posterior.mean, count, self.latent_size).float()
-        steps = (TIMES * draw_uniform(generator, posterior.mean, count, 1)[..., 0]).long().clamp(max=TIMES - 1)
+        count, posterior = self.num_model_samples, posterior.float()
+        target = posterior.sample(draw_normal(generator, hidden, count, self.latent_size))
+        noise = draw_normal(generator, hidden, count, self.latent_size)
+        steps = (TIMES * draw_uniform(generator, hidden, count, 1)[..., 0]).long()
         here = Schedule.of(TIMES).at(steps)
         moved = here.signal * target + here.noise_scale * noise
         output = self.denoiser(moved.to(hidden.dtype), steps, self.denoiser.condition(hidden)).float()

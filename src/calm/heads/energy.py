@@ -71,7 +71,7 @@ class EnergyHead(nn.Module):
         """Hidden states (..., H) → latents (N, ..., Z). Noise (N, ..., noise_size) in [-0.5, 0.5] may be given."""
         if noise is None:
             noise = draw_uniform(generator, hidden, num_samples, self.noise_size) - 0.5
-        x = self.noise_norm(self.noise(noise))
+        x = self.noise_norm(self.noise(noise.to(hidden.dtype)))
         y = self.condition_norm(self.condition(hidden))
         for block in self.blocks:
             x = block(x, y)

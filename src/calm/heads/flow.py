@@ -57,25 +57,25 @@ class FlowHead(nn.Module):
         def velocity(at: Tensor, numerator: int) -> Tensor:
             """The velocity at time numerator / (2·steps); whole numbers, so that no rounding moves a time."""
             time = torch.tensor(TIMES * numerator // (2 * steps), device=at.device)
-            return self.denoiser(at, time, condition)
+            return self.denoiser(at.to(hidden.dtype), time, condition).to(at.dtype)
 
         for step in range(steps):
             change = velocity(x, 2 * step)
             if sampler == "midpoint":
                 change = velocity(x + change / (2 * steps), 2 * step + 1)
             x = x + change / steps
-        return x
+        return x.to(hidden.dtype)
 
     def loss(
         self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: Source = None
     ) -> Tensor:
         """The squared error of the velocity, a mean over positions and dimensions."""
-        count = self.num_model_samples
-        target = posterior.sample(draw_normal(generator, posterior.mean, count, self.latent_size))
-        noise = draw_normal(generator, posterior.mean, count, self.latent_size)
-        t = draw_uniform(generator, posterior.mean, count, 1)  # (N, ..., 1)
+        count, posterior = self.num_model_samples, posterior.float()
+        target = posterior.sample(draw_normal(generator, hidden, count, self.latent_size))
+        noise = draw_normal(generator, hidden, count, self.latent_size)
+        t = draw_uniform(generator, hidden, count, 1)  # (N, ..., 1)
         times = (TIMES * t[..., 0]).long()
-        moved = ((1 - t) * noise + t * target).to(hidden.dtype)
-        predicted = self.denoiser(moved, times, self.denoiser.condition(hidden))
-        errors = (predicted.float() - (target - noise).float()) ** 2
+        moved = (1 - t) * noise + t * target
+        predicted = self.denoiser(moved.to(hidden.dtype), times, self.denoiser.condition(hidden))
+        errors = (predicted.float() - (target - noise)) ** 2
         return masked_mean(errors.mean((0, -1)), mask)

@@ -1,1 +1,1 @@
-"""The networks: the autoencoder of §2."""
+"""The networks: the autoencoder of §2, the language model of §3."""

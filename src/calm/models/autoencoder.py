@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from calm.models.configuration import ChunkAutoencoderConfig
@@ -94,6 +94,7 @@ class ChunkAutoencoder(PreTrainedModel):
     config: ChunkAutoencoderConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True  # it has none
     entered_by = ("encode", "decode", "tokens", "reconstruct")  # methods that need whole parameters under FSDP
 
     def __init__(self, config: ChunkAutoencoderConfig):
@@ -174,5 +175,8 @@ class ChunkAutoencoder(PreTrainedModel):
             kl = (floored_kl(posterior.float(), config.kl_floor) * counted).sum()
         return AutoencoderOutput(reconstruction + config.kl_weight * kl, reconstruction, kl)
 
+
+# Last: with the Auto classes our other models are imported, too (see calm/_auto.py), and they need this one.
+from transformers import AutoModel  # noqa: E402
 
 AutoModel.register(ChunkAutoencoderConfig, ChunkAutoencoder)

@@ -21,7 +21,7 @@ from calm.heads import HEADS, Head
 from calm.models.autoencoder import ChunkAutoencoder, count_chunks
 from calm.models.card import model_card
 from calm.models.chunk_embedding import ChunkEmbedding
-from calm.models.configuration import CalmConfig
+from calm.models.configuration import CalmConfig, check_positions
 from calm.models.posterior import Posterior
 from calm.noise import RowNoise, Source, draw_normal
 
@@ -41,9 +41,22 @@ class CalmOutput(ModelOutput):
 
 
 def transformer_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of any Transformer: its longest list of modules."""
-    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
-    return list(max(lists, key=len)) if lists else []
+    """The layers of any Transformer: its longest list of modules that lies in no other list, as experts do."""
+    lists = {path: part for path, part in model.named_modules() if isinstance(part, nn.ModuleList)}
+    outer = [part for path, part in lists.items() if not any(path.startswith(f"{other}.") for other in lists)]
+    return list(max(outer, key=len)) if outer else []
+
+
+def _build_backbone(config: CalmConfig) -> Any:
+    kind = config.backbone_config.model_type
+    try:
+        backbone = AutoModel.from_config(config.backbone_config)
+        backbone.get_input_embeddings()
+    except Exception as error:  # transformers raises many kinds for a config that makes no sense
+        raise ConfigError(f"a backbone {kind!r} cannot be built: {' '.join(str(error).split())}") from error
+    if any(getattr(part, "is_causal", True) is False for part in backbone.modules()):
+        raise ConfigError(f"a backbone {kind!r} reads in both directions; one that predicts must read in one")
+    return backbone
 
 
 class CalmForCausalLM(PreTrainedModel):
@@ -54,17 +67,19 @@ class CalmForCausalLM(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     entered_by = ("hidden_states", "predict")  # methods that need whole parameters under FSDP
+    accepts_loss_kwargs = False  # transformers' Trainer then takes the mean over accumulated batches itself
     _no_split_modules = ["ChunkAutoencoder"]  # noqa: RUF012
 
     def __init__(self, config: CalmConfig):
         super().__init__(config)
-        self.backbone = AutoModel.from_config(config.backbone_config)
+        self.backbone = _build_backbone(config)
         self.chunk_embedding = ChunkEmbedding(config, self.backbone.get_input_embeddings())
         self.backbone.set_input_embeddings(None)  # it is the chunk embedding's, or unused
         fields = {name: getattr(config, name) for name in HEAD_FIELDS[config.head]}
         self.head: Head = HEADS[config.head](config.hidden_size, config.latent_size, config.num_head_layers, **fields)
         self.autoencoder = ChunkAutoencoder(config.autoencoder_config)
         self.post_init()
+        self.head.initialize()  # a module without parameters of its own is none that transformers initialises
         self._freeze()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -76,8 +91,6 @@ class CalmForCausalLM(PreTrainedModel):
         elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
-        elif isinstance(module, tuple(HEADS.values())):
-            module.initialize()  # pyright: ignore[reportCallIssue]
 
     def _freeze(self) -> None:
         self.autoencoder.requires_grad_(False)
@@ -117,6 +130,18 @@ class CalmForCausalLM(PreTrainedModel):
             )
         return input_ids.unflatten(-1, (-1, size))
 
+    def embed(self, chunks: Tensor, latents: Tensor | None = None, generator: Source = None) -> Tensor:
+        """What the backbone reads for chunks (..., K): (..., H).
+
+        A model that reads latents takes those given (..., Z), or the posteriors' means, in training samples of them.
+        """
+        if self.chunk_embedding.reads_latents and latents is None:
+            posterior = self.posterior(chunks)
+            latents = posterior.mean
+            if self.training:
+                latents = posterior.sample(draw_normal(generator, latents, 1, self.config.latent_size)[0])
+        return self.chunk_embedding(chunks, latents)
+
     def hidden_states(
         self,
         input_ids: Tensor,
@@ -125,34 +150,19 @@ class CalmForCausalLM(PreTrainedModel):
         latents: Tensor | None = None,
         generator: Source = None,
     ) -> Tensor:
-        """(B, T) ids → (B, L, H); position i predicts chunk i + 1. A cache is filled as it goes.
-
-        A model that reads latents takes those given (B, L, Z), or the posteriors' means, in training samples of them.
-        """
+        """(B, T) ids → (B, L, H); position i predicts chunk i + 1. A cache is filled as it goes."""
         chunks = self.chunks(input_ids)
-        self._check_length(chunks.shape[1] + (past_key_values.get_seq_length() if past_key_values is not None else 0))
-        if self.chunk_embedding.reads_latents and latents is None:
-            posterior = self.posterior(chunks)
-            latents = posterior.mean
-            if self.training:
-                latents = posterior.sample(draw_normal(generator, latents, 1, self.config.latent_size)[0])
+        before = past_key_values.get_seq_length() if past_key_values is not None else 0
+        check_positions(self.config.backbone_config, int(chunks.shape[1] + before), "chunks")
         mask = None
         if attention_mask is not None:
             mask = count_chunks(attention_mask, attention_mask, self.config.chunk_size).long()
         return self.backbone(
-            inputs_embeds=self.chunk_embedding(chunks, latents),
+            inputs_embeds=self.embed(chunks, latents, generator),
             attention_mask=mask,
             past_key_values=past_key_values,
             use_cache=past_key_values is not None,
         ).last_hidden_state
-
-    def _check_length(self, length: int) -> None:
-        longest = getattr(self.config.backbone_config, "max_position_embeddings", None)
-        if longest is not None and length > longest:
-            raise ConfigError(
-                f"{length} chunks ({length * self.config.chunk_size} tokens) are more than the backbone's {longest} "
-                "positions (max_position_embeddings)"
-            )
 
     @torch.no_grad()
     def posterior(self, chunks: Tensor) -> Posterior:
@@ -172,36 +182,46 @@ class CalmForCausalLM(PreTrainedModel):
         past_key_values: Cache | None = None,
         noise: RowNoise | None = None,
         num_chunks: float | None = None,
-        num_items_in_batch: Any = None,
-        **_: Any,
     ) -> CalmOutput:
         """With labels (the ids themselves; -100 where not to learn) the head's loss, else hidden states.
 
-        The mean is over `num_chunks`, by default the chunks to predict in this batch; a batch that is computed in parts
-        gives the number of all its chunks. `num_items_in_batch`, which transformers' Trainer counts in tokens, is not
-        used: it takes the mean of the parts.
+        A chunk is learnt where any of its labels is, and where the chunk before it is read. The mean is over
+        `num_chunks`, by default those of this batch; a batch that is computed in parts gives the number of all.
         """
+        self._check_shapes(input_ids, labels, attention_mask)
         if labels is None:
             hidden = self.hidden_states(input_ids, attention_mask, past_key_values, generator=noise)
             return CalmOutput(last_hidden_state=hidden, past_key_values=past_key_values)
         size = self.config.chunk_size
         noise = noise or RowNoise.fresh(len(input_ids), input_ids.device)
-        before = attention_mask[:, :-size] if attention_mask is not None else None
+        chunks, learnt = self.chunks(input_ids), count_chunks(input_ids, labels != IGNORED, size)
+        before = None
+        if attention_mask is not None:
+            read = count_chunks(input_ids, attention_mask, size)
+            learnt[:, 1:] *= read[:, 1:] * read[:, :-1]
+            before = attention_mask[:, :-size]
+        counted = learnt[:, 1:]
         hidden = self.hidden_states(input_ids[:, :-size], before, generator=noise)
-        learnt = labels != IGNORED
-        counted = count_chunks(input_ids, learnt if attention_mask is None else learnt & attention_mask.bool(), size)
-        counted = counted[:, 1:]
-        posterior = self.posterior(self.chunks(input_ids)[:, 1:])
-        loss = self.head.loss(hidden, posterior, counted, noise)
+        loss = self.head.loss(hidden, self.posterior(chunks[:, 1:]), counted, noise)
         if num_chunks is not None:
-            loss = loss * counted.sum().clamp(min=1) / num_chunks
+            loss = loss * counted.sum() / num_chunks
         return CalmOutput(loss)
+
+    def _check_shapes(self, input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor | None) -> None:
+        self.chunks(input_ids)
+        for name, given in (("labels", labels), ("attention_mask", attention_mask)):
+            if given is not None and given.shape != input_ids.shape:
+                raise ConfigError(f"{name} of shape {tuple(given.shape)} for input_ids of {tuple(input_ids.shape)}")
+        if labels is not None and input_ids.shape[-1] < 2 * self.config.chunk_size:
+            raise ConfigError(
+                f"a loss needs at least two chunks of {self.config.chunk_size} tokens, one to read and one to learn"
+            )
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As for any model, with a model card where there is none yet."""
         super().save_pretrained(save_directory, *args, **kwargs)
         card = Path(save_directory) / "README.md"
-        if not card.exists():
+        if kwargs.get("is_main_process", True) and not card.exists():
             write_atomic(card, model_card(self.config, self.num_parameters()).encode())
 
 

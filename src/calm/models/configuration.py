@@ -1,14 +1,17 @@
 """What is written in a model's config.json."""
 
 import difflib
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from calm.errors import ConfigError
 
-HEAD_NAMES = ("energy", "flow", "diffusion")
-INPUT_NAMES = ("discrete", "continuous", "both")
+HEADS = ("energy", "flow", "diffusion")
+INPUTS = ("discrete", "continuous", "both")
+STEPS = {"euler": 20, "midpoint": 10}  # of the flow head's samplers, by default
 
 
 class ChunkAutoencoderConfig(PretrainedConfig):
@@ -75,26 +78,43 @@ class CalmConfig(PretrainedConfig):
         alpha: float = 1.0,  # exponent of the energy score
         noise_size: int = 64,  # of the energy head
         sampler: Literal["euler", "midpoint"] = "midpoint",  # of the flow head
-        num_sampling_steps: int | None = None,  # of the flow and the diffusion head; by default 10 and 100
+        num_sampling_steps: int | None = None,  # of the flow head (10, or 20 Euler steps) and the diffusion head (100)
         **kwargs,
     ):
-        _check_name("head", head, HEAD_NAMES)
-        _check_name("model_input", model_input, INPUT_NAMES)
+        for field, name, known in (
+            ("head", head, HEADS),
+            ("model_input", model_input, INPUTS),
+            ("sampler", sampler, STEPS),
+        ):
+            if name not in known:
+                raise ConfigError(f"{field} must be one of {', '.join(known)}, not {name!r}{nearest(name, known)}")
         if isinstance(autoencoder_config, dict):
             autoencoder_config = ChunkAutoencoderConfig(**autoencoder_config)
         self.autoencoder_config = autoencoder_config or ChunkAutoencoderConfig()
         if not isinstance(backbone_config, PretrainedConfig):
-            backbone_config = _backbone_config(backbone_config or {}, self.autoencoder_config.vocab_size)
+            backbone_config = make_backbone_config(backbone_config or {}, self.autoencoder_config.vocab_size)
+        if num_head_layers is None:
+            num_head_layers = max(1, backbone_config.num_hidden_layers // 4)
+        if num_sampling_steps is None:
+            num_sampling_steps = STEPS[sampler] if head == "flow" else 100
+        counts = {"num_head_layers": num_head_layers, "num_model_samples": num_model_samples, "noise_size": noise_size}
+        counts |= {
+            "num_sampling_steps": num_sampling_steps,
+            "num_target_samples": 1 if num_target_samples is None else num_target_samples,
+        }
+        for field, count in counts.items():
+            if count < 1:
+                raise ConfigError(f"{field} must be at least 1, not {count}")
         self.backbone_config = backbone_config
         self.model_input = model_input
         self.head = head
-        self.num_head_layers = num_head_layers or max(1, backbone_config.num_hidden_layers // 4)
+        self.num_head_layers = num_head_layers
         self.num_model_samples = num_model_samples
         self.num_target_samples = num_target_samples
         self.alpha = alpha
         self.noise_size = noise_size
         self.sampler = sampler
-        self.num_sampling_steps = num_sampling_steps or (100 if head == "diffusion" else 10)
+        self.num_sampling_steps = num_sampling_steps
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
 
@@ -119,21 +139,37 @@ class CalmConfig(PretrainedConfig):
         return self.autoencoder_config.latent_size
 
 
-def _backbone_config(fields: dict[str, Any], vocab_size: int) -> PretrainedConfig:
-    """A backbone by its `model_type` (Llama by default) and fields."""
+def make_backbone_config(fields: dict[str, Any], vocab_size: int) -> PretrainedConfig:
+    """A backbone by its `model_type` (Llama by default) and fields, which must be known ones."""
     fields = {"model_type": "llama", "vocab_size": vocab_size, **fields}
     kind = fields.pop("model_type")
     try:
+        default = AutoConfig.for_model(kind)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"backbone: no model_type {kind!r} in transformers{nearest(kind, CONFIG_MAPPING)}") from error
+    known = {*default.to_dict(), *default.attribute_map, "rope_theta", "rope_scaling"}
+    for field in fields:
+        if field not in known:
+            raise ConfigError(f"backbone: a {kind} has no field {field!r}{nearest(field, known)}")
+    try:
         return AutoConfig.for_model(kind, **fields)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"backbone {kind!r}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # the checks of transformers' configs raise errors of several libraries
+        raise ConfigError(f"backbone: {kind} cannot be built: {' '.join(str(error).split())}") from error
 
 
-def _check_name(field: str, name: str, known: tuple[str, ...]) -> None:
-    if name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{field} must be one of {', '.join(known)}, not {name!r}{hint}")
+def check_positions(config: PretrainedConfig, length: int, unit: str) -> None:
+    """Refuse a sequence that is longer than a backbone's positions."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise ConfigError(
+            f"{length} {unit} are more than the backbone's {longest} positions; read shorter sequences, or set the "
+            "backbone's max_position_embeddings"
+        )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 AutoConfig.register(ChunkAutoencoderConfig.model_type, ChunkAutoencoderConfig)

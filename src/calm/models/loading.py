@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from calm.errors import UserError
 from calm.models.autoencoder import ChunkAutoencoder
@@ -35,6 +36,13 @@ def load_calm(directory: Path) -> CalmForCausalLM:
     return _load(directory, CalmForCausalLM, CalmConfig.model_type)
 
 
+def load_backbone(directory: Path) -> PreTrainedModel:
+    """The Transformer of a pretrained language model; its output layer is left behind."""
+    if (kind := model_type(directory)) in KINDS:
+        raise UserError(f"{directory} holds {KINDS[kind]}, not a pretrained Transformer")
+    return _read(directory, AutoModel, extra_allowed=True)
+
+
 def load_softmax(directory: Path) -> PreTrainedModel:
     """A language model of transformers with a softmax over tokens."""
     if (kind := model_type(directory)) in KINDS:
@@ -48,12 +56,14 @@ def _load(directory: Path, cls: Any, kind: str) -> Any:
     return _read(directory, cls)
 
 
-def _read(directory: Path, cls: Any) -> Any:
+def _read(directory: Path, cls: Any, extra_allowed: bool = False) -> Any:
+    """In fp32, whatever was saved: it may be trained."""
     try:
-        model, found = cls.from_pretrained(directory, output_loading_info=True)
+        model, found = cls.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     except Exception as error:  # transformers and safetensors raise many kinds for a broken directory
         reason = (str(error) or repr(error)).splitlines()[0]
         raise UserError(f"the model in {directory} cannot be read: {reason}") from error
-    if wrong := [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in found[kind]]:
+    kinds = ("missing_keys", "mismatched_keys", *(("unexpected_keys",) if not extra_allowed else ()))
+    if wrong := [name for kind in kinds for name in found[kind]]:
         raise UserError(f"the weights in {directory} do not fit their config.json: {', '.join(map(str, wrong[:3]))}")
     return model

@@ -4,32 +4,32 @@ A language-model directory holds the autoencoder's weights, but not its configur
 own. Every key is accounted for: read, known to be a copy or unused, or an error that names it.
 """
 
-import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from calm.data.tokenizer import load_tokenizer
+from calm.data.tokenizer import Tokenizer, load_tokenizer
 from calm.errors import UserError
 from calm.files import claimed, write_json
 from calm.models.autoencoder import ChunkAutoencoder
 from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig
+from calm.models.state_files import field_of, read_object, read_weights
 
 ARCHITECTURES = {"EnergyTransformer": "energy", "FlowTransformer": "flow", "DiffusionTransformer": "diffusion"}
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 Names = Sequence[tuple[str, str | None]]
+
+INSIDE = "ae_model."  # what a language model's keys of its autoencoder begin with
+ENERGY_PREFIX = r"(?:mlp_generator|generative_head)\."
+FUSED = ENERGY_PREFIX + r"mlp_blocks\.\d+\.linears\.0\.weight"
 
 # Their names → ours, as patterns over whole keys. A name that maps to None is stored by them and not used.
 LAYER = [
@@ -76,74 +76,96 @@ DENOISER = [
 
 
 def import_autoencoder(directory: Path) -> ChunkAutoencoder:
-    config = _autoencoder_config(_read_config(directory))
-    weights = _read_weights(directory)
-    model = ChunkAutoencoder(config)
-    _fill(model, dict(_autoencoder_weights(weights, config)), directory)
-    return model
+    fields = _read_config(directory)
+    config = _autoencoder_config(fields, directory)
+    weights = _autoencoder_weights(read_weights(directory), fields, config)
+    return _filled(ChunkAutoencoder, config, weights, directory)
 
 
 def import_language_model(directory: Path, autoencoder: Path) -> CalmForCausalLM:
-    fields, weights = _read_config(directory), _read_weights(directory)
-    autoencoder_config = _autoencoder_config(_read_config(autoencoder))
-    head = _head(fields, weights, directory)
-    _check_agreement(fields, autoencoder_config, directory, autoencoder)
-    config = CalmConfig(
-        backbone_config=_llama_config(fields),
-        autoencoder_config=autoencoder_config,
+    fields, weights, inner_fields = _read_config(directory), read_weights(directory), _read_config(autoencoder)
+    inner = _autoencoder_config(inner_fields, autoencoder)
+    _check_agreement(fields, inner, directory, autoencoder)
+    head = _head(fields, weights, inner.latent_size, directory)
+    config = _described(
+        CalmConfig,
+        directory,
+        backbone_config=_described(LlamaConfig, directory, **_llama_fields(fields)),
+        autoencoder_config=inner,
         head=head,
-        num_head_layers=_field(fields, "num_mlp_layers", directory),
+        num_head_layers=field_of(fields, "num_mlp_layers", directory),
         num_model_samples=fields.get("num_samples", 8),
         alpha=fields.get("beta", 1.0),
         noise_size=fields.get("noise_size", 64),
     )
-    model = CalmForCausalLM(config)
-    inside = {key.removeprefix("ae_model."): weights.pop(key) for key in list(weights) if key.startswith("ae_model.")}
-    named = [
-        ("autoencoder." + n, v)
-        for n, v in _autoencoder_weights(inside or _read_weights(autoencoder), config.autoencoder_config)
+    inside = {key.removeprefix(INSIDE): weights.pop(key) for key in list(weights) if key.startswith(INSIDE)}
+    found = [
+        Weight(f"autoencoder.{weight.name}", INSIDE + weight.key, weight.value)
+        for weight in _autoencoder_weights(inside or read_weights(autoencoder), inner_fields, inner)
     ]
-    named += _language_model_weights(weights, head)
-    _fill(model, dict(named), directory)
-    return model
+    return _filled(CalmForCausalLM, config, [*found, *_language_model_weights(weights, head)], directory)
+
+
+def _described(cls: Any, directory: Path, **fields: Any) -> Any:
+    """A configuration or a model; what its fields do not allow is the checkpoint's fault."""
+    try:
+        return cls(**fields)
+    except Exception as error:  # transformers checks with errors of several libraries
+        reason = " ".join(str(error).split()) or repr(error)
+        raise UserError(f"the config.json in {directory} describes no model that can be built: {reason}") from error
 
 
 # --------------------------------------------------------------------------------------------------------------- names
 
 
-def _autoencoder_weights(weights: dict[str, Tensor], config: ChunkAutoencoderConfig) -> Iterator[tuple[str, Tensor]]:
+class Weight(NamedTuple):
+    name: str  # ours
+    key: str  # theirs
+    value: Tensor
+
+
+def _autoencoder_weights(
+    weights: dict[str, Tensor], fields: dict[str, Any], config: ChunkAutoencoderConfig
+) -> Iterator[Weight]:
     weights = dict(weights)
-    output = weights.pop("decoder.lm_head_weight", None)
-    if output is not None and not torch.equal(output, weights.get("encoder.embed_tokens.weight", output)):
-        raise UserError("decoder.lm_head_weight differs from encoder.embed_tokens.weight: they should be one matrix")
-    patterns: list[tuple[str, str | None]] = [*AUTOENCODER]
+    words, output = "encoder.embed_tokens.weight", weights.pop("decoder.lm_head_weight", None)
+    if output is not None and not torch.equal(weights.setdefault(words, output), output):
+        raise UserError(f"decoder.lm_head_weight differs from {words}: they should be one matrix")
+    yield from _renamed(weights, _autoencoder_names(fields, config))
+
+
+def _autoencoder_names(fields: dict[str, Any], config: ChunkAutoencoderConfig) -> Names:
+    names: list[tuple[str, str | None]] = [*AUTOENCODER]
     for part, count in (("encoder", config.num_encoder_layers), ("decoder", config.num_decoder_layers)):
+        layers = rf"{part}\.{part}_layers\."
         for number in range(count):
             half, place = divmod(number, count // 2)
             kind = ("token_layers", "chunk_layers")[half if part == "encoder" else 1 - half]
-            patterns += [
-                (rf"{part}\.{part}_layers\.{number}\.{theirs}", rf"{part}.{kind}.{place}.{ours}")
-                for theirs, ours in LAYER
-            ]
-        patterns += [(rf"{part}\.{part}_layers\.{count}\.{theirs}", None) for theirs, _ in LAYER]  # an odd last layer
-    yield from _renamed(weights, patterns)
+            names += [(rf"{layers}{number}\.{theirs}", f"{part}.{kind}.{place}.{ours}") for theirs, ours in LAYER]
+        if _layers(fields, f"num_{part}_layers") > count:  # an odd last layer is stored, and not used
+            names += [(rf"{layers}{count}\.{theirs}", None) for theirs, _ in LAYER]
+    return names
 
 
-def _language_model_weights(weights: dict[str, Tensor], head: str) -> Iterator[tuple[str, Tensor]]:
+def _language_model_weights(weights: dict[str, Tensor], head: str) -> Iterator[Weight]:
     weights = dict(weights)
     if head == "energy":
         _drop_copies(weights, "mlp_generator.", "generative_head.")
-        prefix = r"(?:mlp_generator|generative_head)\."
-        for key in [key for key in weights if re.fullmatch(prefix + r"mlp_blocks\.\d+\.linears\.0\.weight", key)]:
+        for key in [key for key in weights if re.fullmatch(FUSED, key)]:
             (number,) = re.findall(r"mlp_blocks\.(\d+)", key)
-            state, condition = weights.pop(key).chunk(2, dim=1)  # theirs acts on both, one after the other
-            yield f"head.blocks.{number}.fuse_state.weight", state
-            yield f"head.blocks.{number}.fuse_condition.weight", condition
-        names = [(prefix + theirs, f"head.{ours}") for theirs, ours in ENERGY]
-    else:
-        names = [(r"generative_head\.net\." + theirs, f"head.denoiser.{ours}") for theirs, ours in DENOISER]
+            fused = weights.pop(key)
+            width = fused.shape[-1] // 2  # theirs acts on state and condition, one after the other
+            yield Weight(f"head.blocks.{number}.fuse_state.weight", key, fused[..., :width])
+            yield Weight(f"head.blocks.{number}.fuse_condition.weight", key, fused[..., width:])
+    yield from _renamed(weights, _language_model_names(head))
+
+
+def _language_model_names(head: str) -> Names:
     backbone = (r"transformer\.((?:layers\.|norm\.).*)", r"backbone.\1")
-    yield from _renamed(weights, [*EMBEDDING, backbone, *names])
+    prefix, ours_prefix, names = ENERGY_PREFIX, "head.", ENERGY
+    if head != "energy":
+        prefix, ours_prefix, names = r"generative_head\.net\.", "head.denoiser.", DENOISER
+    return [*EMBEDDING, backbone, *((prefix + theirs, ours_prefix + ours) for theirs, ours in names)]
 
 
 def _drop_copies(weights: dict[str, Tensor], kept: str, copy: str) -> None:
@@ -156,54 +178,78 @@ def _drop_copies(weights: dict[str, Tensor], kept: str, copy: str) -> None:
             del weights[key]
 
 
-def _renamed(weights: dict[str, Tensor], patterns: Names) -> Iterator[tuple[str, Tensor]]:
+def _renamed(weights: dict[str, Tensor], names: Names) -> Iterator[Weight]:
     for key, value in weights.items():
-        for theirs, ours in patterns:
+        for theirs, ours in names:
             if match := re.fullmatch(theirs, key):
                 if ours is not None:
-                    yield match.expand(ours), value
+                    yield Weight(match.expand(ours), key, value)
                 break
         else:
             raise UserError(f"the checkpoint holds {key}, which belongs to no part of the model")
 
 
-def _fill(model: PreTrainedModel, weights: dict[str, Tensor], directory: Path) -> None:
-    expected = model.state_dict()
+def _filled(cls: Any, config: Any, found: Iterable[Weight], directory: Path) -> Any:
+    """A model with these weights and no other; names and shapes are compared before anything large is made."""
+    weights = {weight.name: weight for weight in found}
+    with torch.device("meta"):
+        expected = _described(cls, directory, config=config).state_dict()
     if missing := [name for name in expected if name not in weights]:
-        raise UserError(f"the weights in {directory} lack what is {missing[0]} here ({len(missing)} in all)")
-    for name, value in weights.items():
+        keys = [_their_name(name, config) for name in missing]
+        shown = ", ".join(dict.fromkeys(keys[:3])) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+        raise UserError(f"the weights in {directory} lack {shown}")
+    for name, weight in weights.items():
         if name not in expected:
-            raise UserError(f"the weights in {directory} hold {name}, for which the configuration has no place")
-        if value.shape != expected[name].shape:
-            shapes = f"{tuple(value.shape)}, but the configuration asks for {tuple(expected[name].shape)}"
-            raise UserError(f"the weights in {directory}: what is {name} here has the shape {shapes}")
-    model.load_state_dict(weights)
+            raise UserError(f"the weights in {directory} hold {weight.key}, for which the configuration has no place")
+        if weight.value.shape != (shape := expected[name].shape):
+            shapes = f"{tuple(weight.value.shape)}, but the configuration asks for {tuple(shape)}"
+            raise UserError(f"the weights in {directory}: {weight.key} ({name} here) has the shape {shapes}")
+    model = cls(config)
+    model.load_state_dict({name: weight.value for name, weight in weights.items()})
+    return model
+
+
+def _their_name(name: str, config: Any) -> str:
+    """The key that would hold one of our weights: the names read backwards."""
+    prefix = ""
+    if isinstance(config, CalmConfig):
+        if not name.startswith("autoencoder."):
+            fused = re.sub(
+                r"head\.blocks\.(\d+)\.fuse_\w+\.weight", r"mlp_generator.mlp_blocks.\1.linears.0.weight", name
+            )
+            return fused if fused != name else _backwards(name, _language_model_names(config.head))
+        prefix, name, config = INSIDE, name.removeprefix("autoencoder."), config.autoencoder_config
+    return prefix + _backwards(name, _autoencoder_names({}, config))
+
+
+def _backwards(name: str, names: Names) -> str:
+    for theirs, ours in names:
+        groups = re.findall(r"\((?!\?:)(?:[^()]|\(\?:[^()]*\))*\)", theirs)
+        pattern = re.escape(ours or "")
+        for number, group in enumerate(groups, 1):
+            pattern = pattern.replace(re.escape(rf"\{number}"), group)
+            theirs = theirs.replace(group, rf"\{number}", 1)
+        if match := re.fullmatch(pattern, name):
+            plain = re.sub(r"\(\?:([^|()]*)\|[^()]*\)", r"\1", theirs)  # of alternatives the first
+            return match.expand(plain.replace(r"\.", "."))
+    return name
 
 
 # ------------------------------------------------------------------------------------------------------ configurations
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    try:
-        return json.loads((directory / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{directory} is not a checkpoint directory: its config.json cannot be read ({error})"
-        ) from error
+    return read_object(directory / "config.json", f"{directory} is not a checkpoint directory: ")
 
 
-def _field(fields: dict[str, Any], name: str, directory: Path) -> Any:
-    if name not in fields:
-        raise UserError(f"the config.json in {directory} has no field {name!r}")
-    return fields[name]
-
-
-def _autoencoder_config(fields: dict[str, Any]) -> ChunkAutoencoderConfig:
+def _autoencoder_config(fields: dict[str, Any], directory: Path) -> ChunkAutoencoderConfig:
     if "num_mlp_layers" in fields:
         raise UserError("the directory given as the autoencoder holds a language model")
     dropout = fields.get("ae_dropout", 0.15)
-    layers = {name: fields.get(name, 2) // 2 * 2 for name in ("num_encoder_layers", "num_decoder_layers")}
-    return ChunkAutoencoderConfig(
+    layers = {name: _layers(fields, name) // 2 * 2 for name in ("num_encoder_layers", "num_decoder_layers")}
+    return _described(
+        ChunkAutoencoderConfig,
+        directory,
         vocab_size=fields.get("vocab_size", 128_257),
         chunk_size=fields.get("patch_size", 4),
         latent_size=fields.get("latent_size", 128),
@@ -220,10 +266,16 @@ def _autoencoder_config(fields: dict[str, Any]) -> ChunkAutoencoderConfig:
     )
 
 
-def _llama_config(fields: dict[str, Any]) -> LlamaConfig:
+def _layers(fields: dict[str, Any], name: str) -> int:
+    if not isinstance(count := fields.get(name, 2), int):
+        raise UserError(f"{name} in a config.json should be a number, not {count!r}")
+    return count
+
+
+def _llama_fields(fields: dict[str, Any]) -> dict[str, Any]:
     known = set(LlamaConfig().to_dict()) | {"rope_theta", "rope_scaling"}
     ours = {"architectures", "model_type", "transformers_version", "torch_dtype", "dtype"}
-    return LlamaConfig(**{name: value for name, value in fields.items() if name in known - ours})
+    return {name: value for name, value in fields.items() if name in known - ours}
 
 
 def _check_agreement(
@@ -240,50 +292,18 @@ def _check_agreement(
             )
 
 
-def _head(fields: dict[str, Any], weights: dict[str, Tensor], directory: Path) -> Any:
+def _head(fields: dict[str, Any], weights: dict[str, Tensor], latent_size: int, directory: Path) -> Any:
     """By the keys, which do not lie; the name of the architecture must agree where it is known."""
     if any(key.startswith(("mlp_generator.", "generative_head.noise_embd")) for key in weights):
         found = "energy"
     elif (output := weights.get("generative_head.net.final_layer.linear.weight")) is not None:
-        found = "flow" if len(output) == _field(fields, "latent_size", directory) else "diffusion"
+        found = "flow" if len(output) == latent_size else "diffusion"
     else:
         raise UserError(f"the weights in {directory} have no generative head that is known")
     named = ARCHITECTURES.get((fields.get("architectures") or [""])[0], found)
     if named != found:
         raise UserError(f"the config.json in {directory} names a {named} head, but the weights have another: {found}")
     return found
-
-
-# --------------------------------------------------------------------------------------------------------------- files
-
-
-def _read_weights(directory: Path) -> dict[str, Tensor]:
-    """One file or many, safetensors or a pickled state dict, which is read with weights_only."""
-    for name in WEIGHTS:
-        if (index := directory / f"{name}.index.json").exists():
-            files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        elif (directory / name).exists():
-            files = [name]
-        else:
-            continue
-        weights: dict[str, Tensor] = {}
-        for file in files:
-            weights |= _read_file(directory / Path(file).name)
-        return weights
-    raise UserError(f"{directory} holds no weights: neither {' nor '.join(WEIGHTS)}")
-
-
-def _read_file(path: Path) -> dict[str, Tensor]:
-    try:
-        if path.suffix == ".safetensors":
-            found = load_file(path)
-        else:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}") from error
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise UserError(f"{path} is not a state dict of tensors")
-    return {name: value.float() for name, value in found.items()}
 
 
 def import_official(directory: Path, output: Path, autoencoder: Path | None = None) -> PreTrainedModel:
@@ -295,12 +315,18 @@ def import_official(directory: Path, output: Path, autoencoder: Path | None = No
         model.save_pretrained(aside)
         for place in filter(None, (directory, autoencoder)):
             if (place / "tokenizer.json").exists():
-                fields = _read_config(place)
-                ids = {"eos_token": fields.get("eos_token_id"), "pad_token": fields.get("pad_token_id")}
-                load_tokenizer(str(place), {role: i for role, i in ids.items() if isinstance(i, int)}).save(aside)
+                _tokenizer(place, model.config.vocab_size).save(aside)
                 break
         write_json(aside / "run.json", {"imported_from": directory.name})
     return model
+
+
+def _tokenizer(place: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a directory; which ids end and pad is often said in config.json alone."""
+    fields = _read_config(place)
+    ids = {"eos_token": fields.get("eos_token_id"), "pad_token": fields.get("pad_token_id")}
+    known = {role: number for role, number in ids.items() if isinstance(number, int) and number < vocab_size}
+    return load_tokenizer(str(place), known)
 
 
 @contextmanager

@@ -24,8 +24,9 @@ from calm.data.shards import PreparedData
 from calm.errors import UserError
 from calm.models.autoencoder import ChunkAutoencoder
 from calm.models.calm import CalmForCausalLM
+from calm.models.configuration import make_backbone_config
 from calm.train.memory import training_memory
-from calm.train.stages import autoencoder_config, calm_config, transformer_config
+from calm.train.stages import autoencoder_config, calm_config
 
 PAPER_VOCABULARY = 128_257
 FORWARD_AND_BACKWARD = 3
@@ -81,7 +82,7 @@ def cost_of(
             model = ChunkAutoencoder(autoencoder_config(config, vocabulary))
             cost = _autoencoder_cost(name, config, model)
         elif config.stage == "transformer":
-            model = AutoModelForCausalLM.from_config(transformer_config(_described(config, name), vocabulary))
+            model = AutoModelForCausalLM.from_config(make_backbone_config(_described(config, name), vocabulary))
             cost = _transformer_cost(name, config, context, model)
         else:
             _described(config, name)
@@ -102,8 +103,8 @@ def _vocabulary(config: RunConfig) -> int:
 
 def _matrices(*modules: nn.Module) -> int:
     """Parameters that multiply a vector: all but embeddings, norms and biases."""
-    linears = [part for module in modules for part in module.modules() if isinstance(part, nn.Linear)]
-    return sum(linear.weight.numel() for linear in linears)
+    parts = [part for module in modules for part in module.modules() if not isinstance(part, nn.Embedding)]
+    return sum(p.numel() for part in parts for p in part.parameters(recurse=False) if p.ndim == 2)
 
 
 def _count(*modules: nn.Module) -> int:
@@ -111,7 +112,8 @@ def _count(*modules: nn.Module) -> int:
 
 
 def _attention(config: Any, context: int) -> float:
-    return 4.0 * context * config.hidden_size * config.num_hidden_layers
+    width = config.num_attention_heads * (getattr(config, "head_dim", None) or 0) or config.hidden_size
+    return 4.0 * context * width * config.num_hidden_layers
 
 
 def _described(config: RunConfig, name: str) -> dict[str, Any]:
@@ -150,7 +152,7 @@ def _calm_cost(name: str, config: RunConfig, context: int, candidates: int, mode
     training = {n: FORWARD_AND_BACKWARD * flops for n, flops in forward.items()}
     every = 2.0 * _matrices(model.head) - once  # in training samples have times of their own
     training["head"] = FORWARD_AND_BACKWARD * (once + samples * every)
-    training["autoencoder"] = encoder
+    training["autoencoder"] = encoder * (2 if model.chunk_embedding.reads_latents else 1)  # of targets, and of inputs
     inference = {
         **forward,
         "head": once + evaluations * (evaluation + sample),

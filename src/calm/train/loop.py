@@ -168,7 +168,7 @@ class _Run:
             self.tracker.log(done, metrics)
         score = None
         if done % settings.evaluate_every == 0 or saving:  # so that the best checkpoint is known
-            with speed.paused():
+            with speed.paused(), self._autocast():
                 self.measures = self.stage.evaluate()
             self.tracker.log(done, self.measures)
             score = self.measures["score"]
@@ -234,14 +234,16 @@ class _Run:
         steps = self.config.train.steps
         if not self.checkpoints.wait():
             raise UserError("the last checkpoint could not be written; make room and run again with --resume")
-        measures = self.measures or self.stage.evaluate()
+        if not self.measures:
+            with self._autocast():
+                self.measures = self.stage.evaluate()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(self.model, options=options)
         summary = {
             "steps": steps,
             "tokens": steps * self.stage.tokens_per_step,
             "skipped_steps": self.skipped,
-            **measures,
+            **self.measures,
         }
         if self.among.is_first:
             model, aside = self.output / "model", self.output / "model.writing"

@@ -8,35 +8,23 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from calm.config import LanguageModel, RunConfig
 from calm.data.loader import Batch, permute, row_seeds
 from calm.data.tokenizer import Tokenizer, load_tokenizer
-from calm.errors import ConfigError, DataError, UserError
+from calm.errors import ConfigError, DataError
 from calm.evaluate.health import evaluate_predictions
 from calm.evaluate.reconstruction import evaluate_reconstruction
 from calm.evaluate.softmax import evaluate_softmax
 from calm.models.autoencoder import ChunkAutoencoder, count_chunks
 from calm.models.calm import IGNORED, CalmForCausalLM
-from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig
-from calm.models.loading import load_autoencoder, load_calm, load_softmax
+from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig, check_positions, make_backbone_config
+from calm.models.loading import load_autoencoder, load_backbone, load_calm, load_softmax
 from calm.noise import RowNoise
 from calm.train.data import TrainingData
 from calm.train.distributed import Processes
 from calm.train.memory import training_memory
-
-HEAD_SETTINGS = (
-    "model_input",
-    "head",
-    "num_head_layers",
-    "num_model_samples",
-    "num_target_samples",
-    "alpha",
-    "noise_size",
-    "sampler",
-    "num_sampling_steps",
-)
 
 
 class Stage(ABC):
@@ -165,8 +153,8 @@ class LanguageModelStage(Stage):
                 f"data.chunk_size is {data.chunk_size}, but the model in {place} has chunks of "
                 f"{model.config.chunk_size} tokens"
             )
-        check_tokenizer(place, tokenizer)
-        _check_positions(model.config.backbone_config, data.sequence_length // data.chunk_size, "chunks")
+        check_tokenizer(place, tokenizer, model.config.vocab_size)
+        check_positions(model.config.backbone_config, data.sequence_length // data.chunk_size, "chunks")
         return model
 
     def count(self, tokens: Tensor, mask: Tensor) -> Tensor:
@@ -187,19 +175,19 @@ class TransformerStage(Stage):
         settings, data, tokenizer = self.config.language_model, self.config.data, self.data.tokenizer
         if settings.start is not None:
             model = load_softmax(settings.start)
-            check_tokenizer(settings.start, tokenizer)
+            check_tokenizer(settings.start, tokenizer, model.config.vocab_size)
         else:
             if not isinstance(settings.backbone, dict):
                 raise ConfigError("a pretrained Transformer is named by language_model.start, not by backbone")
-            model = AutoModelForCausalLM.from_config(transformer_config(settings.backbone, tokenizer.vocab_size))
-        _check_positions(model.config, data.sequence_length + data.chunk_size - 1, "tokens")
+            model = AutoModelForCausalLM.from_config(make_backbone_config(settings.backbone, tokenizer.vocab_size))
+        check_positions(model.config, data.sequence_length + data.chunk_size - 1, "tokens")
         return model
 
     def count(self, tokens: Tensor, mask: Tensor) -> Tensor:
         return mask[:, 1:]
 
     def part(self, tokens: Tensor, mask: Tensor, noise: RowNoise, count: float) -> dict[str, Any]:
-        labels = tokens.masked_fill(~mask, IGNORED)[:, 1:]
+        labels = tokens.masked_fill(~mask, IGNORED)[:, 1:].contiguous()
         shifted = {
             "labels": labels,
             "shift_labels": labels,
@@ -226,43 +214,35 @@ def autoencoder_config(config: RunConfig, vocab_size: int, mask_id: int = 0) -> 
 
 def calm_config(settings: LanguageModel, autoencoder: ChunkAutoencoderConfig, backbone: Any = None) -> CalmConfig:
     """The model that a recipe describes; `backbone` is the config of a pretrained one."""
-    fields = {name: getattr(settings, name) for name in HEAD_SETTINGS}
+    fields = settings.model_dump(exclude={"autoencoder", "start", "backbone"})
     return CalmConfig(backbone or cast(dict, settings.backbone), autoencoder, **fields)
 
 
-def transformer_config(fields: dict[str, Any], vocab_size: int) -> Any:
-    return CalmConfig(fields, ChunkAutoencoderConfig(vocab_size=vocab_size)).backbone_config
-
-
-def check_tokenizer(place: Path, tokenizer: Tokenizer) -> None:
-    """A model reads only what its own tokenizer wrote."""
+def check_tokenizer(place: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """A model reads only what its own tokenizer wrote, and has a row for each of its ids."""
     if not (place / "tokenizer.json").exists():
-        raise DataError(f"{place} holds no tokenizer, so nobody knows whether its ids are those of the data")
+        raise DataError(
+            f"{place} holds no tokenizer.json, so nobody knows its ids; put the one there that it was made with"
+        )
     if load_tokenizer(str(place)).sha256 != tokenizer.sha256:
         raise DataError(
             f"the model in {place} and the data were made with different tokenizers (vocabularies); prepare the data "
             f"with --tokenizer {place}"
         )
-
-
-def _check_positions(config: Any, length: int, unit: str) -> None:
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and length > longest:
-        raise ConfigError(
-            f"data.sequence_length makes rows of {length} {unit}, but the backbone has {longest} positions; shorten "
-            "it, or set language_model.backbone.max_position_embeddings"
+    if max(tokenizer.end_id, tokenizer.fill_id) >= vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, and the model in {place} only {vocab_size}: it has no end "
+            "or no fill of its own, and cannot be trained on this data"
         )
 
 
 def _pretrained_backbone(backbone: Path | dict[str, Any], tokenizer: Tokenizer) -> PreTrainedModel | None:
     if isinstance(backbone, dict):
         return None
-    check_tokenizer(backbone, tokenizer)
-    try:
-        model = AutoModel.from_pretrained(backbone, dtype=torch.float32)
-    except Exception as error:  # transformers raises many kinds for a broken directory
-        raise UserError(f"the backbone in {backbone} cannot be read: {str(error).splitlines()[0]}") from error
-    if model.get_input_embeddings().num_embeddings < tokenizer.vocab_size:
+    model = load_backbone(backbone)
+    check_tokenizer(backbone, tokenizer, tokenizer.vocab_size)
+    words: Any = model.get_input_embeddings()
+    if words.num_embeddings < tokenizer.vocab_size:
         model.resize_token_embeddings(tokenizer.vocab_size, mean_resizing=False)  # for the roles that were added
     return model
 
