@@ -305,5 +305,8 @@ def test_directories_that_are_something_else(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         load_calm(tmp_path / "calm")
     (tmp_path / "calm" / "config.json").write_text("{")
-    with pytest.raises(UserError, match="does not say what model"):
+    with pytest.raises(UserError, match="cannot be read: config.json"):
+        load_calm(tmp_path / "calm")
+    (tmp_path / "calm" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="the field 'model_type' is missing"):
         load_calm(tmp_path / "calm")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from calm.data.loader import Batch, row_seeds
+from calm.evaluate.common import evaluating, on_device
 from calm.models.autoencoder import count_chunks
 from calm.models.calm import CalmForCausalLM
 from calm.models.posterior import Posterior
@@ -37,12 +38,9 @@ def evaluate_predictions(
     """Measures on rows of text; the samples of a row depend on `seed` and the row's number alone."""
     size, ngrams = model.config.chunk_size, min(model.config.chunk_size, LONGEST)
     sums = torch.zeros(6 + ngrams, dtype=torch.float64)  # positions, the measures, Brier-n
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
+    with evaluating(model):
         for batch in batches:
-            tokens = torch.from_numpy(batch.tokens).to(model.device)
-            mask = torch.from_numpy(batch.mask).to(model.device)
+            tokens, mask = on_device(batch, model.device)
             counted = count_chunks(tokens, mask, size)[:, 1:]  # (B, L)
             noise = RowNoise(row_seeds(batch.rows, seed), model.device)
             latents, chunks = model.predict(tokens[:, :-size], num_samples, noise)
@@ -61,7 +59,6 @@ def evaluate_predictions(
                 *scores.unbind(-1),
             ]
             sums += torch.stack([(m * counted).double().sum() for m in measures]).cpu()
-    model.train(was_training)
     positions, *totals = reduce(sums).tolist()
     fidelity, diversity, gap, spread, same, *scores = (total / max(positions, 1.0) for total in totals)
     found = {

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from calm.data.loader import Batch, row_seeds
+from calm.evaluate.common import evaluating, on_device
 from calm.models.autoencoder import ChunkAutoencoder
 from calm.noise import RowNoise
 
@@ -34,11 +35,10 @@ def evaluate_reconstruction(
     right = {name: torch.zeros(2, dtype=torch.float64) for name in names}  # tokens, chunks
     totals = torch.zeros(4, dtype=torch.float64)  # tokens, chunks, sum of std, nats of tokens
     kl = torch.zeros(model.config.latent_size, dtype=torch.float64)
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
+    with evaluating(model):
         for batch in batches:
-            chunks, real = _chunks(model, batch.tokens), _chunks(model, batch.mask)  # (B, L, K)
+            rows = on_device(batch, model.device)
+            chunks, real = (part.unflatten(1, (-1, model.config.chunk_size)) for part in rows)  # (B, L, K)
             real[torch.from_numpy(batch.rows > 0), 0] = False  # a row begins with the last chunk of the one before
             counted = real.any(-1)  # (B, L)
             noise = RowNoise(row_seeds(batch.rows, seed), chunks.device)
@@ -58,7 +58,6 @@ def evaluate_reconstruction(
             totals[:3] += torch.stack([real.sum(), counted.sum(), posterior.std[counted].sum()]).cpu()
             if model.config.variational:
                 kl += posterior.kl()[counted].sum(0).cpu()
-    model.train(was_training)
     right = {name: reduce(sums) for name, sums in right.items()}
     totals, kl = reduce(totals), reduce(kl)
     tokens, chunks, std, nats = totals.tolist()
@@ -81,7 +80,3 @@ def evaluate_reconstruction(
             for scale, name in zip((0.0, *extra_noise), names[1:], strict=True)
         ],
     }
-
-
-def _chunks(model: ChunkAutoencoder, rows) -> Tensor:
-    return torch.from_numpy(rows).to(model.device).unflatten(1, (-1, model.config.chunk_size))

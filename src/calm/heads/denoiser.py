@@ -1,4 +1,4 @@
-"""The network of the flow-matching and the diffusion head: a vector, a time and a condition → a vector.
+"""What the flow-matching and the diffusion head share: a network from a vector, a time and a condition to a vector.
 
     y = time embedding + W·hidden   each block: x += gate(y) · MLP(LN(x)·(1 + scale(y)) + shift(y))
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from calm.heads.common import NORM_EPS, initialize_linears, start_at_zero
+from calm.models.posterior import Posterior
+from calm.noise import Source, draw_normal, draw_uniform
 
 FREQUENCIES = 128
 LONGEST_PERIOD = 10_000.0
@@ -65,3 +67,32 @@ class Denoiser(nn.Module):
             x = block(x, y)
         shift, scale = self.modulation(F.silu(y)).chunk(2, dim=-1)
         return self.output(self.norm(x) * (1 + scale) + shift)
+
+
+class DenoisingHead(nn.Module):
+    """A head that learns to lead noise to latents, and is asked many times for one sample."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        latent_size: int,
+        num_layers: int,
+        *,
+        output_size: int,
+        num_model_samples: int,
+        num_sampling_steps: int,
+    ):
+        super().__init__()
+        self.latent_size, self.num_sampling_steps = latent_size, num_sampling_steps
+        self.num_model_samples = num_model_samples  # N repeats of a position in a step of training
+        self.denoiser = Denoiser(hidden_size, latent_size, output_size, num_layers)
+
+    def initialize(self) -> None:
+        self.denoiser.initialize()
+
+    def draw_training(self, hidden: Tensor, posterior: Posterior, generator: Source) -> tuple[Tensor, Tensor, Tensor]:
+        """For N repeats of each position a target, noise and a time in [0, 1): (N, ..., Z) twice and (N, ..., 1)."""
+        count = self.num_model_samples
+        target = posterior.float().sample(draw_normal(generator, hidden, count, self.latent_size))
+        noise = draw_normal(generator, hidden, count, self.latent_size)
+        return target, noise, draw_uniform(generator, hidden, count, 1)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from calm.errors import ConfigError
 from calm.heads.common import masked_mean
-from calm.heads.denoiser import TIMES, Denoiser
+from calm.heads.denoiser import TIMES, DenoisingHead
 from calm.models.posterior import Posterior
-from calm.noise import Source, draw_normal, draw_uniform
+from calm.noise import Source, draw_normal
 
 LARGEST_BETA = 0.999
 
@@ -69,24 +69,19 @@ class Schedule:
         return Schedule(*(part.to(steps.device)[steps][..., None] for part in vars(self).values()))
 
 
-class DiffusionHead(nn.Module):
+class DiffusionHead(DenoisingHead):
     def __init__(
         self,
         hidden_size: int,
         latent_size: int,
         num_layers: int,
         *,
-        num_model_samples: int = 8,  # N repeats of a position in a step of training
+        num_model_samples: int = 8,
         num_sampling_steps: int = 100,
     ):
-        super().__init__()
-        self.latent_size, self.num_model_samples = latent_size, num_model_samples
-        self.num_sampling_steps = num_sampling_steps
-        self.denoiser = Denoiser(hidden_size, latent_size, 2 * latent_size, num_layers)
         Schedule.of(num_sampling_steps)  # a wrong number is told now, not when sampling
-
-    def initialize(self) -> None:
-        self.denoiser.initialize()
+        sizes = {"output_size": 2 * latent_size, "num_model_samples": num_model_samples}
+        super().__init__(hidden_size, latent_size, num_layers, num_sampling_steps=num_sampling_steps, **sizes)
 
     def sample(
         self,
@@ -126,10 +121,8 @@ class DiffusionHead(nn.Module):
         self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: Source = None
     ) -> Tensor:
         """The squared error of the noise, and the variational bound (bits a dimension), which trains the variance."""
-        count, posterior = self.num_model_samples, posterior.float()
-        target = posterior.sample(draw_normal(generator, hidden, count, self.latent_size))
-        noise = draw_normal(generator, hidden, count, self.latent_size)
-        steps = (TIMES * draw_uniform(generator, hidden, count, 1)[..., 0]).long()
+        target, noise, t = self.draw_training(hidden, posterior, generator)
+        steps = (TIMES * t[..., 0]).long()
         here = Schedule.of(TIMES).at(steps)
         moved = here.signal * target + here.noise_scale * noise
         output = self.denoiser(moved.to(hidden.dtype), steps, self.denoiser.condition(hidden)).float()

@@ -6,36 +6,31 @@ x_t = (1 - t)·noise + t·z     velocity = z - noise     t from 0 to 1 in a few 
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from calm.errors import ConfigError
 from calm.heads.common import masked_mean
-from calm.heads.denoiser import TIMES, Denoiser
+from calm.heads.denoiser import TIMES, DenoisingHead
 from calm.models.posterior import Posterior
-from calm.noise import Source, draw_normal, draw_uniform
+from calm.noise import Source, draw_normal
 
 Sampler = Literal["euler", "midpoint"]
 
 
-class FlowHead(nn.Module):
+class FlowHead(DenoisingHead):
     def __init__(
         self,
         hidden_size: int,
         latent_size: int,
         num_layers: int,
         *,
-        num_model_samples: int = 8,  # N repeats of a position in a step of training
+        num_model_samples: int = 8,
         sampler: Sampler = "midpoint",
         num_sampling_steps: int = 10,
     ):
-        super().__init__()
-        self.latent_size, self.num_model_samples = latent_size, num_model_samples
+        sizes = {"output_size": latent_size, "num_model_samples": num_model_samples}
+        super().__init__(hidden_size, latent_size, num_layers, num_sampling_steps=num_sampling_steps, **sizes)
         self.sampler: Sampler = sampler
-        self.num_sampling_steps = num_sampling_steps
-        self.denoiser = Denoiser(hidden_size, latent_size, latent_size, num_layers)
-
-    def initialize(self) -> None:
-        self.denoiser.initialize()
 
     def sample(
         self,
@@ -70,10 +65,7 @@ class FlowHead(nn.Module):
         self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: Source = None
     ) -> Tensor:
         """The squared error of the velocity, a mean over positions and dimensions."""
-        count, posterior = self.num_model_samples, posterior.float()
-        target = posterior.sample(draw_normal(generator, hidden, count, self.latent_size))
-        noise = draw_normal(generator, hidden, count, self.latent_size)
-        t = draw_uniform(generator, hidden, count, 1)  # (N, ..., 1)
+        target, noise, t = self.draw_training(hidden, posterior, generator)
         times = (TIMES * t[..., 0]).long()
         moved = (1 - t) * noise + t * target
         predicted = self.denoiser(moved.to(hidden.dtype), times, self.denoiser.condition(hidden))

@@ -1,6 +1,5 @@
 """Read a saved model; whatever is wrong with its directory is said in one sentence."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from calm.errors import UserError
 from calm.models.autoencoder import ChunkAutoencoder
 from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig
+from calm.models.state_files import field_of, read_object
 
 KINDS = {ChunkAutoencoderConfig.model_type: "an autoencoder", CalmConfig.model_type: "a CALM language model"}
 
@@ -21,11 +21,7 @@ def model_type(directory: Path) -> str:
     if not path.is_file():
         hint = f"; its model is in {directory / 'model'}" if (directory / "model" / "config.json").exists() else ""
         raise UserError(f"{directory} is not a model directory (no config.json in it){hint}")
-    try:
-        kind = json.loads(path.read_bytes())["model_type"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} does not say what model it belongs to: {error!r}") from error
-    return kind
+    return str(field_of(read_object(path, f"the model in {directory} cannot be read: "), "model_type", path))
 
 
 def load_autoencoder(directory: Path) -> ChunkAutoencoder:

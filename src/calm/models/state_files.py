@@ -25,9 +25,9 @@ def read_object(path: Path, because: str = "") -> dict[str, Any]:
     return found
 
 
-def field_of(fields: dict[str, Any], name: str, directory: Path) -> Any:
+def field_of(fields: dict[str, Any], name: str, place: Path) -> Any:
     if name not in fields:
-        raise UserError(f"{directory}: the field {name!r} is missing")
+        raise UserError(f"{place}: the field {name!r} is missing")
     return fields[name]
 
 
