@@ -236,7 +236,10 @@ def cost(
             console.stdout.print(table)
 
 
-@app.command(epilog="Example: calm import-official CALM-M --autoencoder CALM-Autoencoder --output models/calm-m")
+@app.command(
+    "import-official",
+    epilog="Example: calm import-official CALM-M --autoencoder CALM-Autoencoder --output models/calm-m",
+)
 def import_official(
     model: Annotated[Path, typer.Argument(help="The directory of a published language model or autoencoder.")],
     output: Annotated[Path, typer.Option(help="The directory to make.")],
