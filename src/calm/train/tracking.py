@@ -113,7 +113,8 @@ def plot_losses(directory: Path) -> None:
     figure, axis = pyplot.subplots(figsize=(7, 4), constrained_layout=True)
     if losses:
         axis.plot(*zip(*losses, strict=True), color="tab:blue", linewidth=1.2, label="training loss")
-        if min(loss for _, loss in losses) > 0:
+        smallest, largest = min(loss for _, loss in losses), max(loss for _, loss in losses)
+        if 0 < 10 * smallest < largest:
             axis.set_yscale("log")
     axis.set_xlabel("step")
     axis.set_ylabel("training loss")
