@@ -164,6 +164,7 @@ def test_mistakes_are_told_before_anything_is_written(language_model, transforme
         (language_model, f"language_model.backbone={long}", ConfigError, "7 chunks are more than the backbone's 4"),
         (transformer, f"language_model.backbone={long}", ConfigError, "28 tokens are more than the backbone's 4"),
         (language_model, "language_model.backbone={model_type: lama}", ConfigError, "no model_type 'lama'"),
+        (transformer, "language_model.backbone={model_type: vit}", ConfigError, "'vit' cannot be built|no field"),
     ):
         with pytest.raises(kind, match=message):
             train(settings(recipe, change), tmp_path / "run")

@@ -19,6 +19,7 @@ from calm.errors import ConfigError
 from calm.files import write_atomic
 from calm.heads import HEADS, Head
 from calm.models.autoencoder import ChunkAutoencoder, count_chunks
+from calm.models.backbone import build_transformer, transformer_layers
 from calm.models.card import model_card
 from calm.models.chunk_embedding import ChunkEmbedding
 from calm.models.configuration import CalmConfig, check_positions
@@ -40,25 +41,6 @@ class CalmOutput(ModelOutput):
     past_key_values: Cache | None = None
 
 
-def transformer_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of any Transformer: its longest list of modules that lies in no other list, as experts do."""
-    lists = {path: part for path, part in model.named_modules() if isinstance(part, nn.ModuleList)}
-    outer = [part for path, part in lists.items() if not any(path.startswith(f"{other}.") for other in lists)]
-    return list(max(outer, key=len)) if outer else []
-
-
-def _build_backbone(config: CalmConfig) -> Any:
-    kind = config.backbone_config.model_type
-    try:
-        backbone = AutoModel.from_config(config.backbone_config)
-        backbone.get_input_embeddings()
-    except Exception as error:  # transformers raises many kinds for a config that makes no sense
-        raise ConfigError(f"a backbone {kind!r} cannot be built: {' '.join(str(error).split())}") from error
-    if any(getattr(part, "is_causal", True) is False for part in backbone.modules()):
-        raise ConfigError(f"a backbone {kind!r} reads in both directions; one that predicts must read in one")
-    return backbone
-
-
 class CalmForCausalLM(PreTrainedModel):
     config_class = CalmConfig
     config: CalmConfig
@@ -72,7 +54,7 @@ class CalmForCausalLM(PreTrainedModel):
 
     def __init__(self, config: CalmConfig):
         super().__init__(config)
-        self.backbone = _build_backbone(config)
+        self.backbone = build_transformer(AutoModel, config.backbone_config)
         self.chunk_embedding = ChunkEmbedding(config, self.backbone.get_input_embeddings())
         self.backbone.set_input_embeddings(None)  # it is the chunk embedding's, or unused
         fields = {name: getattr(config, name) for name in HEAD_FIELDS[config.head]}

@@ -23,6 +23,7 @@ from calm.config import RunConfig, load_config, recipe_names
 from calm.data.shards import PreparedData
 from calm.errors import UserError
 from calm.models.autoencoder import ChunkAutoencoder
+from calm.models.backbone import build_transformer
 from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import make_backbone_config
 from calm.train.memory import training_memory
@@ -82,7 +83,8 @@ def cost_of(
             model = ChunkAutoencoder(autoencoder_config(config, vocabulary))
             cost = _autoencoder_cost(name, config, model)
         elif config.stage == "transformer":
-            model = AutoModelForCausalLM.from_config(make_backbone_config(_described(config, name), vocabulary))
+            backbone = make_backbone_config(_described(config, name), vocabulary)
+            model = build_transformer(AutoModelForCausalLM, backbone)
             cost = _transformer_cost(name, config, context, model)
         else:
             _described(config, name)

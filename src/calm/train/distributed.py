@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from calm.models.calm import transformer_layers
+from calm.models.backbone import transformer_layers
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from calm.evaluate.health import evaluate_predictions
 from calm.evaluate.reconstruction import evaluate_reconstruction
 from calm.evaluate.softmax import evaluate_softmax
 from calm.models.autoencoder import ChunkAutoencoder, count_chunks
+from calm.models.backbone import build_transformer
 from calm.models.calm import IGNORED, CalmForCausalLM
 from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig, check_positions, make_backbone_config
 from calm.models.loading import load_autoencoder, load_backbone, load_calm, load_softmax
@@ -179,7 +180,8 @@ class TransformerStage(Stage):
         else:
             if not isinstance(settings.backbone, dict):
                 raise ConfigError("a pretrained Transformer is named by language_model.start, not by backbone")
-            model = AutoModelForCausalLM.from_config(make_backbone_config(settings.backbone, tokenizer.vocab_size))
+            config = make_backbone_config(settings.backbone, tokenizer.vocab_size)
+            model = build_transformer(AutoModelForCausalLM, config)
         check_positions(model.config, data.sequence_length + data.chunk_size - 1, "tokens")
         return model
 
@@ -188,10 +190,7 @@ class TransformerStage(Stage):
 
     def part(self, tokens: Tensor, mask: Tensor, noise: RowNoise, count: float) -> dict[str, Any]:
         labels = tokens.masked_fill(~mask, IGNORED)[:, 1:].contiguous()
-        shifted = {
-            "labels": labels,
-            "shift_labels": labels,
-        }  # shifted here, so that no last token is computed for nothing
+        shifted = {"labels": labels, "shift_labels": labels}  # so that no last token is computed for nothing
         return {"input_ids": tokens[:, :-1], **shifted, "num_items_in_batch": count, "use_cache": False}
 
     def measure(self, batches: Iterable[Batch]) -> dict[str, float]:
