@@ -1,6 +1,5 @@
 """Run configurations: typed, strict, documented. Defaults, then a recipe file, then `--set section.key=value`."""
 
-import difflib
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -8,7 +7,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from calm.errors import ConfigError
+from calm.errors import ConfigError, did_you_mean
 from calm.files import write_atomic
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -189,7 +188,10 @@ def _read(recipe: str) -> dict[str, Any]:
     elif Path(recipe).is_file():
         content, name = Path(recipe).read_text("utf-8", errors="replace"), recipe
     else:
-        raise ConfigError(f"no recipe {recipe!r}: neither a file nor one of {', '.join(recipe_names())}{_near(recipe)}")
+        raise ConfigError(
+            f"no recipe {recipe!r}: neither a file nor one of {', '.join(recipe_names())}"
+            + did_you_mean(recipe, recipe_names())
+        )
     try:
         values = yaml.safe_load(content)
     except yaml.YAMLError as error:
@@ -199,11 +201,6 @@ def _read(recipe: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{name} should hold sections such as 'data:', not {type(values).__name__}")
     return values
-
-
-def _near(recipe: str) -> str:
-    near = difflib.get_close_matches(recipe, recipe_names(), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -238,8 +235,8 @@ def _explain(problem: Any) -> str:
     place = ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
         known = _fields(problem["loc"][:-1])
-        near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
-        return f"unknown key {place}; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}")
+        near = did_you_mean(problem["loc"][-1], known, cutoff=0.5)
+        return f"unknown key {place}" + (near or f"; known are {', '.join(known)}")
     if problem["type"] == "missing":
         return f"{place} is missing"
     message = problem["msg"].removeprefix("Value error, ")

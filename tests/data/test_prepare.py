@@ -119,9 +119,8 @@ def test_the_number_of_workers_changes_nothing(corpus, reference, tmp_path):
         assert contents(tmp_path / workers) == reference
 
 
-def test_killed_again_and_again_it_ends_in_the_same_bytes(corpus, reference, tmp_path):
-    """Killed at every kind of place where something reaches the disk, whatever the speed of the machine."""
-    output = tmp_path / "data"
+def killed(corpus, output, syncs):
+    """A preparation that dies when it has synced so many files, whatever the speed of the machine."""
     code = (
         "import os, calm.data.prepare as p\n"
         "p.SECONDS_BETWEEN_RECORDS = 0.0\n"  # a record after every block: the most places to be killed at
@@ -133,10 +132,16 @@ def test_killed_again_and_again_it_ends_in_the_same_bytes(corpus, reference, tmp
         "os.fsync = die\n"
         "from calm.cli import main; main()"
     )
+    command = [sys.executable, "-c", code, *arguments(corpus, output), "--resume", "--workers", "1"]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "SYNCS": str(syncs)}, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def test_killed_again_and_again_it_ends_in_the_same_bytes(corpus, reference, tmp_path):
+    """Killed at every kind of place where something reaches the disk."""
+    output = tmp_path / "data"
     for syncs in (0, 1, 3, 6, 8, 10):
-        command = [sys.executable, "-c", code, *arguments(corpus, output), "--resume", "--workers", "1"]
-        done = subprocess.run(command, capture_output=True, env={**os.environ, "SYNCS": str(syncs)}, timeout=120)
-        assert done.returncode == -signal.SIGKILL, done.stderr
+        killed(corpus, output, syncs)
     final = start(corpus, output, "--resume", "--workers", "2")
     assert final.wait() == 0, final.stderr.read()
     assert contents(output) == reference
@@ -263,14 +268,8 @@ def test_changed_source_is_not_continued(corpus, tmp_path):
     source = tmp_path / "a.jsonl.gz"
     source.write_bytes(corpus.read_bytes())
     output = tmp_path / "data"
-    process = start(source, output, "--workers", "1")
-    while process.poll() is None and not (output / "tokenizer").exists():
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
+    killed(source, output, syncs=10)
     os.utime(source, (1, 1))
-    if (output / MANIFEST).exists():
-        pytest.skip("the machine was faster than the signal")
     before = contents(output)
     with pytest.raises(DataError, match="a source has changed since"):
         prepare([str(source)], output, OPTIONS_BIG, resume=True)

@@ -6,7 +6,7 @@ context_gap            how much worse the samples fit another position's target;
 sample_spread          standard deviation of samples in a dimension; 0: the noise is ignored
 same_chunk             share of pairs of samples that decode to the same chunk
 brier_1 … brier_4      §4, in percent, on the first tokens of a chunk (of K < 4 the first K); brier_lm
-                           where there are four, all positive
+                       where there are four, all positive
 """
 
 from collections.abc import Callable, Iterable
@@ -21,7 +21,7 @@ from calm.models.autoencoder import count_chunks
 from calm.models.calm import CalmForCausalLM
 from calm.models.posterior import Posterior
 from calm.noise import RowNoise
-from calm.scores.brier import LONGEST, brier_lm, brier_of_samples
+from calm.scores.brier import LONGEST, brier_lm, brier_of_samples, pairs
 from calm.scores.energy import energy_terms
 
 NUM_SAMPLES = 4
@@ -85,5 +85,5 @@ def _elsewhere(posterior: Posterior, counted: Tensor) -> Posterior:
 
 def _same_chunk(chunks: Tensor) -> Tensor:
     """(N, B, L, K) → the share of pairs that are equal, (B, L)."""
-    left, right = torch.combinations(torch.arange(len(chunks), device=chunks.device)).unbind(-1)
-    return (chunks[left] == chunks[right]).all(-1).float().mean(0)
+    left, right = pairs(chunks)
+    return (left == right).all(-1).float().mean(0)

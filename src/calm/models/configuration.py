@@ -1,13 +1,11 @@
 """What is written in a model's config.json."""
 
-import difflib
-from collections.abc import Iterable
 from typing import Any, Literal
 
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from calm.errors import ConfigError
+from calm.errors import ConfigError, did_you_mean
 
 HEADS = ("energy", "flow", "diffusion")
 INPUTS = ("discrete", "continuous", "both")
@@ -87,7 +85,7 @@ class CalmConfig(PretrainedConfig):
             ("sampler", sampler, STEPS),
         ):
             if name not in known:
-                raise ConfigError(f"{field} must be one of {', '.join(known)}, not {name!r}{nearest(name, known)}")
+                raise ConfigError(f"{field} must be one of {', '.join(known)}, not {name!r}{did_you_mean(name, known)}")
         if isinstance(autoencoder_config, dict):
             autoencoder_config = ChunkAutoencoderConfig(**autoencoder_config)
         self.autoencoder_config = autoencoder_config or ChunkAutoencoderConfig()
@@ -146,11 +144,13 @@ def make_backbone_config(fields: dict[str, Any], vocab_size: int) -> PretrainedC
     try:
         default = AutoConfig.for_model(kind)
     except (ValueError, KeyError) as error:
-        raise ConfigError(f"backbone: no model_type {kind!r} in transformers{nearest(kind, CONFIG_MAPPING)}") from error
+        raise ConfigError(
+            f"backbone: no model_type {kind!r} in transformers{did_you_mean(kind, CONFIG_MAPPING)}"
+        ) from error
     known = {*default.to_dict(), *default.attribute_map, "rope_theta", "rope_scaling"}
     for field in fields:
         if field not in known:
-            raise ConfigError(f"backbone: a {kind} has no field {field!r}{nearest(field, known)}")
+            raise ConfigError(f"backbone: a {kind} has no field {field!r}{did_you_mean(field, known)}")
     try:
         return AutoConfig.for_model(kind, **fields)
     except Exception as error:  # the checks of transformers' configs raise errors of several libraries
@@ -165,11 +165,6 @@ def check_positions(config: PretrainedConfig, length: int, unit: str) -> None:
             f"{length} {unit} are more than the backbone's {longest} positions; read shorter sequences, or set the "
             "backbone's max_position_embeddings"
         )
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 AutoConfig.register(ChunkAutoencoderConfig.model_type, ChunkAutoencoderConfig)

@@ -30,8 +30,13 @@ def accuracy_and_collision(samples: Tensor, target: Tensor) -> tuple[Tensor, Ten
     if count < 2 or n > LONGEST:
         raise ValueError(f"needs at least 2 samples of at most {LONGEST} tokens, not {count} of {n}")
     accuracy = _equal_ngrams(samples, target).mean(0)
-    left, right = torch.combinations(torch.arange(count, device=samples.device)).unbind(-1)
-    return accuracy, _equal_ngrams(samples[left], samples[right]).mean(0)
+    return accuracy, _equal_ngrams(*pairs(samples)).mean(0)
+
+
+def pairs(samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Both sides of all pairs of different samples: (N, ...) → (N·(N-1)/2, ...) twice."""
+    left, right = torch.combinations(torch.arange(len(samples), device=samples.device)).unbind(-1)
+    return samples[left], samples[right]
 
 
 def _equal_ngrams(left: Tensor, right: Tensor) -> Tensor:

@@ -85,15 +85,11 @@ def energy_terms(
     shape, latent = mean.shape[:-1], mean.shape[-1]
     if num_target_samples is not None and target_noise is None:
         target_noise = draw_normal(generator, mean, num_target_samples, latent)
-    samples, mean, log_std = (
-        samples.reshape(len(samples), -1, latent),
-        mean.reshape(-1, latent),
-        log_std.reshape(-1, latent),
-    )
-    rows = max(1, SLICE_ELEMENTS // (latent * (len(samples) + len(target_noise if target_noise is not None else ()))))
-    pieces = [samples.split(rows, 1), mean.split(rows), log_std.split(rows)]
-    if target_noise is not None:
-        pieces.append(target_noise.reshape(len(target_noise), -1, latent).split(rows, 1))
+    many = [samples] if target_noise is None else [samples, target_noise]  # (N, ..., Z), (M, ..., Z)
+    rows = max(1, SLICE_ELEMENTS // (latent * sum(map(len, many))))
+    one = [part.reshape(-1, latent).split(rows) for part in (mean, log_std)]
+    first, *rest = [part.reshape(len(part), -1, latent).split(rows, 1) for part in many]
+    pieces = [first, *one, *rest]
     # What a slice of positions needs is small; of several, it is computed again in the backward pass.
     compute = _terms if len(pieces[0]) == 1 else partial(_recomputed, _terms)
     terms: Any = [compute(alpha, *piece) for piece in zip(*pieces, strict=True)]
