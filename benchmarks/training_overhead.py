@@ -18,7 +18,7 @@ import torch
 from calm.config import load_config
 from calm.data.prepare import prepare
 from calm.data.workers import PrepareOptions
-from calm.train.distributed import Processes
+from calm.processes import Processes
 from calm.train.loop import train
 from calm.train.optimizer import adamw
 from calm.train.stages import AutoencoderStage

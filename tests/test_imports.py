@@ -9,9 +9,9 @@ import calm
 
 PACKAGE = Path(calm.__file__).parent
 
-# Each part may import those before it. `errors`, `files` and `noise` belong to everybody.
+# Each part may import those before it. `errors`, `files`, `noise` and `processes` belong to everybody.
 ORDER = [
-    {"errors", "noise", "_auto"},
+    {"errors", "noise", "processes", "_auto"},
     {"files"},
     {"data", "scores"},
     {"models", "heads"},

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from calm import __version__
 from calm.files import sha256_of, sync, write_json
-from calm.train.distributed import Processes
+from calm.processes import Processes
 
 RECORD = "checkpoint.json"
 UNFINISHED, DAMAGED = ".writing", ".damaged"

@@ -7,7 +7,7 @@ from calm.data.chunks import ChunkedStream
 from calm.data.loader import Batch, Loader, evaluation_batches
 from calm.data.shards import PreparedData
 from calm.errors import DataError
-from calm.train.distributed import Processes
+from calm.processes import Processes
 
 
 class TrainingData:

@@ -26,8 +26,9 @@ from calm.config import CONFIG_FILE, RunConfig, load_config, save_config
 from calm.data.loader import mix
 from calm.errors import ConfigError, UserError
 from calm.files import TEMPORARY, claimed, write_json
+from calm.processes import Processes, processes
 from calm.train.checkpoint import Checkpoints, load, state_of, versions
-from calm.train.distributed import Processes, processes, shard, whole
+from calm.train.distributed import shard, whole
 from calm.train.optimizer import adamw, learning_rate
 from calm.train.speed import Speed
 from calm.train.stages import STAGES

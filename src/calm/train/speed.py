@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from calm.train.distributed import Processes
+from calm.processes import Processes
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:

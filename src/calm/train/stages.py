@@ -23,8 +23,8 @@ from calm.models.calm import IGNORED, CalmForCausalLM
 from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig, check_positions, make_backbone_config
 from calm.models.loading import load_autoencoder, load_backbone, load_calm, load_softmax
 from calm.noise import RowNoise
+from calm.processes import Processes
 from calm.train.data import TrainingData
-from calm.train.distributed import Processes
 from calm.train.memory import training_memory
 
 

@@ -1,0 +1,170 @@
+"""BrierLM of a model on documents: which positions, in which windows, with which noise.
+
+    shared   starts that all compared models have: multiples of the largest K. The default
+    own      every chunk border of the model itself; of a softmax model every token
+    every    every token; a CALM model reads the text K times, moved by 0 … K-1 fill ids at its front
+
+The noise of a window follows from the seed and the window's number, so neither batches nor processes change a score.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from calm.data.loader import row_seeds
+from calm.errors import ConfigError, DataError, UserError
+from calm.evaluate.brier_lm import BrierLM
+from calm.evaluate.windows import Document, Window, windows_of
+from calm.noise import RowNoise
+from calm.scores.brier import LONGEST, accuracy_and_collision
+
+Positions = Literal["shared", "own", "every"]
+
+
+class Estimator(Protocol):
+    chunk_size: int
+    length: int
+
+    def estimate(self, tokens: Tensor, noise: RowNoise) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass
+class Likelihood:
+    """Of a softmax model: nats of all tokens but the first of a document."""
+
+    nats: float = 0.0
+    tokens: int = 0
+
+    def add(self, nats: Tensor, batch: Sequence[Window], length: int) -> None:
+        for row, window in zip(nats, batch, strict=True):
+            known = min(len(window.tokens) - 1, length)
+            self.nats += row[:known].double().sum().item()
+            self.tokens += known
+
+
+@dataclass
+class Found:
+    brier: BrierLM = field(default_factory=BrierLM)
+    likelihood: Likelihood = field(default_factory=Likelihood)
+
+
+def stride_of(positions: Positions, chunk_size: int, largest: int) -> int:
+    """How far apart scored starts are in one reading of the text."""
+    if largest % chunk_size:
+        raise ConfigError(f"chunks of {chunk_size} and of {largest} tokens share no regular starts; use positions own")
+    return largest if positions == "shared" else chunk_size
+
+
+@torch.no_grad()
+def evaluate_documents(
+    estimator: Estimator,
+    documents: Iterable[Document],
+    *,
+    positions: Positions = "shared",
+    largest_chunk: int | None = None,
+    fill_id: int = 0,
+    batch_size: int = 8,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    rank: int = 0,
+    world_size: int = 1,
+    report: Callable[[int], None] = lambda tokens: None,
+) -> Found:
+    """Score every start; of several processes each takes its turn at the windows, and sees only those."""
+    size, found = estimator.chunk_size, Found()
+    stride = stride_of(positions, size, largest_chunk or size)
+    if estimator.length % stride:
+        raise ConfigError(f"a context of {estimator.length} tokens is no multiple of {stride}")
+    shifts = range(size if positions == "every" else 1)
+    windows = _windows(documents, estimator.length, stride, shifts, fill_id)
+    mine = (window for number, window in enumerate(windows) if number % world_size == rank)
+    for batch in _batches(mine, batch_size):
+        tokens = np.full((len(batch), estimator.length + LONGEST), fill_id, dtype=np.int64)
+        for row, window in zip(tokens, batch, strict=True):
+            row[: len(window.tokens)] = window.tokens
+        noise = RowNoise(row_seeds(np.array([window.number for window in batch]), seed, 7), device)
+        accuracy, collision = estimator.estimate(torch.from_numpy(tokens).to(device), noise)
+        if not bool(accuracy.isfinite().all() & collision.isfinite().all()):
+            raise UserError("the model's probabilities are not finite numbers; its weights are damaged")
+        starts = np.arange(size, estimator.length + 1, size)
+        lengths = np.array([[len(window.tokens)] for window in batch])
+        wanted = torch.from_numpy((starts % stride == 0) & (starts + LONGEST <= lengths)).to(device)
+        names = torch.tensor([[window.document] for window in batch], device=device).expand_as(wanted)
+        found.brier.add(names[wanted], accuracy[wanted], collision[wanted])
+        if (nats := getattr(estimator, "nats", None)) is not None:
+            found.likelihood.add(nats, batch, estimator.length)
+        report(int(lengths.sum()))
+    return found
+
+
+def _windows(
+    documents: Iterable[Document], length: int, stride: int, shifts: Iterable[int], fill_id: int
+) -> Iterator[Window]:
+    """The windows of every document, read once for each shift of its beginning."""
+    shifts = list(shifts)
+    for document in documents:
+        for shift in shifts:
+            moved = np.concatenate([np.full(shift, fill_id), document.tokens])
+            for window in windows_of([Document(document.number, moved)], length, stride):
+                number = (document.number << 32) + window.number * len(shifts) + shift
+                yield Window(number, document.number, window.tokens)
+
+
+def _batches(windows: Iterable[Window], size: int) -> Iterator[list[Window]]:
+    batch: list[Window] = []
+    for window in windows:
+        batch.append(window)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def evaluate_sampler(
+    draw_continuations: Callable[[list[list[int]], int], Any],
+    documents: Iterable[Sequence[int]],
+    *,
+    num_samples: int = 2,
+    stride: int = LONGEST,
+    batch_size: int = 64,
+) -> BrierLM:
+    """BrierLM of anything that can continue a text.
+
+    `draw_continuations(prefixes, num_samples)` gets lists of token ids and returns ids (prefixes, num_samples, 4), all
+    drawn independently. Scores start at `stride`, 2·stride, … of every document.
+    """
+    if num_samples < 2:
+        raise ConfigError(f"a collision takes two: num_samples must be at least 2, not {num_samples}")
+    brier = BrierLM()
+
+    def places() -> Iterator[tuple[int, list[int], list[int]]]:
+        for number, document in enumerate(documents):
+            tokens = list(document)
+            for start in range(stride, len(tokens) - LONGEST + 1, stride):
+                yield number, tokens[:start], tokens[start : start + LONGEST]
+
+    for batch in _batches(places(), batch_size):  # pyright: ignore
+        names, prefixes, targets = zip(*batch, strict=True)
+        drawn = torch.as_tensor(draw_continuations(list(prefixes), num_samples))
+        if drawn.shape != (len(batch), num_samples, LONGEST):
+            wanted = (len(batch), num_samples, LONGEST)
+            raise DataError(f"draw_continuations should return ids of shape {wanted}, not {tuple(drawn.shape)}")
+        accuracy, collision = accuracy_and_collision(drawn.movedim(1, 0), torch.tensor(targets))
+        brier.add(torch.tensor(names), accuracy, collision)
+    return brier
+
+
+def likelihood_measures(likelihood: Likelihood, text_bytes: int) -> dict[str, float]:
+    """Cross-entropy in nats a token, perplexity, and bits a byte of the text."""
+    nats = likelihood.nats / max(likelihood.tokens, 1)
+    return {
+        "cross_entropy": nats,
+        "perplexity": math.exp(min(nats, 700.0)),
+        "bits_per_byte": likelihood.nats / math.log(2) / max(text_bytes, 1),
+    }
