@@ -1,0 +1,140 @@
+"""Scores with error bars: sums of documents, bootstraps, comparisons, and what cannot be said."""
+
+import numpy as np
+import pytest
+import torch
+
+from calm.errors import ConfigError, DataError
+from calm.evaluate.brier_lm import BrierLM
+from calm.evaluate.evaluation import evaluate_documents, evaluate_sampler
+from calm.evaluate.windows import Document, windows_of
+
+
+def filled(accuracy, collision, documents=50, positions=20, seed=0) -> BrierLM:
+    """Bernoulli draws around given means, the same number in every document."""
+    generator = torch.Generator().manual_seed(seed)
+    found = BrierLM()
+    for number in range(documents):
+        draws = [torch.rand(positions, 4, generator=generator) < torch.tensor(mean) for mean in (accuracy, collision)]
+        found.add(torch.full((positions,), number), *(draw.float() for draw in draws))
+    return found
+
+
+MEANS = [0.5, 0.3, 0.2, 0.1], [0.4, 0.2, 0.1, 0.05]
+
+
+def test_values_and_the_order_of_adding():
+    whole = filled(*MEANS)
+    parts = [BrierLM(), BrierLM()]
+    for number, total in whole.sums.items():
+        parts[number % 2].sums[number] = total
+    merged = BrierLM().merge(parts)
+    assert merged.compute() == whole.compute()
+    scores = whole.compute()
+    assert scores["positions"] == 1000
+    assert scores["documents"] == 50
+    values = [scores[f"brier_{n}"].value for n in range(1, 5)]
+    assert values == pytest.approx([2 * 100 * a - 100 * c for a, c in zip(*MEANS, strict=True)], abs=10)
+    assert scores["brier_lm"].value == pytest.approx(np.prod(values) ** 0.25)
+    accuracies = [scores[f"accuracy_{n}"].value for n in range(1, 5)]
+    assert scores["accuracy"].value == pytest.approx(np.prod(accuracies) ** 0.25)
+
+
+def test_standard_errors_and_intervals_are_those_of_repeated_experiments():
+    repeated = [filled(*MEANS, seed=seed).compute(redraws=300) for seed in range(60)]
+    for name in ("brier_1", "brier_lm", "collision_2"):
+        values = np.array([scores[name].value for scores in repeated])
+        errors = np.array([scores[name].standard_error for scores in repeated])
+        assert errors.mean() == pytest.approx(values.std(), rel=0.3)  # 60 repeats: the spread is known to 9%
+    truth = 200 * 0.5 - 100 * 0.4
+    covered = [scores["brier_1"].low < truth < scores["brier_1"].high for scores in repeated]
+    assert np.mean(covered) > 0.85
+
+
+def test_a_paired_comparison_is_sharper():
+    one, other = filled(*MEANS, seed=1), filled(*MEANS, seed=1)
+    for total in other.sums.values():
+        total[1] += 0.4  # a little more often right, everywhere
+    difference = other.compare(one)["brier_1"]
+    assert difference.value == pytest.approx(2 * 100 * 0.4 / 20)
+    assert difference.standard_error < 1e-9
+    assert one.compute()["brier_1"].standard_error > 1
+    with pytest.raises(DataError, match="the same positions"):
+        one.compare(filled(*MEANS, documents=49))
+
+
+def test_what_has_no_meaning_is_none_and_not_zero():
+    scores = filled([0.1, 0.01, 0.0, 0.0], [0.3, 0.1, 0.05, 0.01]).compute()
+    assert scores["brier_lm"].value is None
+    assert scores["brier_2"].value < 0
+    with pytest.raises(DataError, match="no position was scored"):
+        BrierLM().compute()
+
+
+def test_a_deterministic_sampler_is_noticed():
+    documents = [list(range(20))] * 3
+    found = evaluate_sampler(lambda prefixes, n: torch.ones(len(prefixes), n, 4, dtype=torch.long), documents)
+    assert "has no distribution to score" in found.warnings()[0]
+    assert not filled(*MEANS).warnings()
+
+
+def test_any_black_box():
+    """A fair coin at every token: P(y) = Σ P(x)² = 2^-n, so Brier-n = 2^-n."""
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(2, (400,), generator=generator).tolist() for _ in range(40)]
+
+    def draw(prefixes, count):
+        assert all(len(prefix) % 4 == 0 and prefix for prefix in prefixes)
+        return torch.randint(2, (len(prefixes), count, 4), generator=generator)
+
+    scores = evaluate_sampler(draw, documents, num_samples=4).compute()
+    assert scores["positions"] == 40 * 99
+    for n in range(1, 5):
+        score = scores[f"brier_{n}"]
+        assert abs(score.value - 100 * 0.5**n) < 4 * score.standard_error
+    with pytest.raises(ConfigError, match="at least 2, not 1"):
+        evaluate_sampler(draw, documents, num_samples=1)
+    with pytest.raises(DataError, match=r"should return ids of shape \(64, 2, 4\), not \(3,\)"):
+        evaluate_sampler(lambda *_: [1, 2, 3], documents)
+
+
+def test_every_start_is_in_exactly_one_window():
+    for size in (3, 7, 8, 9, 20, 61, 64, 68, 69):
+        tokens = np.arange(100, 100 + size)
+        starts = []
+        for window in windows_of([Document(0, tokens)], length=16, unit=4):
+            offset = int(window.tokens[0]) - 100
+            starts += [offset + s for s in range(4, 17, 4) if s + 4 <= len(window.tokens)]
+        assert starts == [s for s in range(4, size, 4) if s + 4 <= size]
+
+
+class Watching:
+    """An estimator that notes where it was asked, and knows the text."""
+
+    length = 16
+
+    def __init__(self, chunk_size):
+        self.chunk_size, self.rows = chunk_size, []
+
+    def estimate(self, tokens, noise):
+        self.rows += tokens.tolist()
+        starts = range(self.chunk_size, self.length + 1, self.chunk_size)
+        values = torch.tensor([[[row[s]] * 4 for s in starts] for row in tokens.tolist()]).float()
+        return values, torch.zeros_like(values)
+
+
+@pytest.mark.parametrize(("positions", "expected"), [("shared", 8), ("own", 2), ("every", 1)])
+def test_positions(positions, expected):
+    document = Document(3, np.arange(1000, 1050))
+    estimator = Watching(2)
+    found = evaluate_documents(estimator, [document], positions=positions, largest_chunk=8, fill_id=0)
+    starts = list(range(expected, 50 - 3, expected))
+    assert found.brier.positions == len(starts)
+    total = found.brier.sums[3]
+    assert total[1] == sum(1000 + s for s in starts)
+    again = evaluate_documents(Watching(2), [document], positions=positions, largest_chunk=8, batch_size=1)
+    ranks = [
+        evaluate_documents(Watching(2), [document], positions=positions, largest_chunk=8, rank=r, world_size=3).brier
+        for r in range(3)
+    ]
+    assert again.brier.compute() == found.brier.compute() == BrierLM().merge(ranks).compute()
