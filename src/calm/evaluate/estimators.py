@@ -3,28 +3,24 @@
 An estimator has `chunk_size`, `length` (tokens that it reads at once) and `estimate(tokens, noise)`: ids
 (B, length + 4) → two tensors (B, length / K, 4) for the starts K, 2K, …, length. Both are unbiased:
 
-    K ≥ 4     samples of one chunk: accuracy over all, collision over all pairs
-    K < 4     accuracy: the product of hits of independent samples at each step, on the true text;
-              collision: pairs of whole continuations, each on its own samples
-    softmax   accuracy exactly; collision: prefixes are sampled, weighted by their own probability, and the last token
-              is exact; all of it exactly where prefixes can be enumerated
+    CALM      accuracy: the product of the shares of samples that hit at each step, all on the true text;
+              collision: of all pairs of samples, those that agree go on, each with a sample of its own
+    softmax   accuracy exactly; collision: prefixes are sampled and weighted by their own probability, the last token is
+              exact; all of it is exact where prefixes can be enumerated
 """
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from calm.evaluate.branches import Branches
+from calm.evaluate.branches import Branches, BranchNoise
 from calm.models.calm import CalmForCausalLM
 from calm.noise import RowNoise
-from calm.scores.brier import LONGEST, accuracy_and_collision
+from calm.scores.brier import LONGEST
 
 ENUMERABLE = 512  # prefixes of three tokens that are enumerated rather than sampled
-
-
-def next_tokens(tokens: Tensor, starts: Tensor) -> Tensor:
-    """The LONGEST tokens from each start: (B, T), (P,) → (B, P, LONGEST)."""
-    return tokens[:, starts[:, None] + torch.arange(LONGEST, device=tokens.device)]
+SURE_WEIGHT = 0.25  # a prefix that is at least so probable always goes on
 
 
 class CalmEstimator:
@@ -33,103 +29,137 @@ class CalmEstimator:
         self.chunk_size = model.config.chunk_size
 
     def estimate(self, tokens: Tensor, noise: RowNoise) -> tuple[Tensor, Tensor]:
-        starts = torch.arange(self.chunk_size, self.length + 1, self.chunk_size, device=tokens.device)
-        target = next_tokens(tokens, starts)  # (B, P, 4)
-        if self.chunk_size >= LONGEST:
-            _, chunks = self.model.predict(tokens[:, : self.length], self.num_samples, noise)
-            return accuracy_and_collision(chunks[..., :LONGEST], target)
-        return self._accuracy(tokens, noise)[:, : len(starts)], self._collision(tokens, target, noise)
+        starts = self.length // self.chunk_size
+        ahead = (LONGEST - 1) // self.chunk_size  # chunks that the last start reads to the end of its four tokens
+        branches = Branches(self._forward)
+        text = self.model.chunks(tokens[:, : self.length + ahead * self.chunk_size])  # (B, L, K)
+        samples = self._draw(branches.read(self.model.embed(text)), noise)  # (B, L, S, K)
+        return self._accuracy(samples, tokens)[:, :starts], self._collision(branches, samples, noise)[:, :starts]
 
-    def _accuracy(self, tokens: Tensor, noise: RowNoise) -> Tensor:
-        size = self.chunk_size
-        steps = -(-LONGEST // size)
-        read = (self.length + LONGEST - 1) // size * size
-        _, chunks = self.model.predict(tokens[:, :read], self.num_samples, noise)  # (N, B, P', K)
-        behind = tokens[:, size:]
-        places = chunks.shape[2] * size
-        if behind.shape[1] < places:  # the last chunk may end behind the window: it is never wanted whole
-            behind = torch.nn.functional.pad(behind, (0, places - behind.shape[1]), value=-1)
-        true = behind[:, :places].unflatten(1, (-1, size))
-        hits = (chunks == true).cumprod(-1).float().mean(0)  # (B, P', K): of the first 1 … K tokens of a chunk
-        hits = torch.cat([hits, hits.new_zeros(len(hits), steps, size)], dim=1)  # beyond the text
-        grams, before = [], torch.ones_like(hits[:, : chunks.shape[2], 0])
-        for step in range(steps):
-            here = hits[:, step : step + chunks.shape[2]]
-            grams += [before * here[..., k] for k in range(size)]
-            before = before * here[..., -1]
+    def _accuracy(self, samples: Tensor, tokens: Tensor) -> Tensor:
+        length, size = samples.shape[1], self.chunk_size
+        behind = tokens[:, size : (length + 1) * size]
+        behind = pad(behind, (0, length * size - behind.shape[1]), value=-1)  # the end of the last chunk is not wanted
+        true = behind.unflatten(1, (length, 1, size))
+        hits = (samples == true).cumprod(-1).float().mean(2)  # (B, L, K): of the first 1 … K tokens of a chunk
+        grams, before = [], torch.ones_like(hits[..., 0])
+        while len(grams) < LONGEST:
+            grams += [before * hits[..., k] for k in range(size)]
+            before = before * hits[..., -1]
+            hits = pad(hits[:, 1:], (0, 0, 0, 1))  # those of the next chunk
         return torch.stack(grams[:LONGEST], dim=-1)
 
-    def _collision(self, tokens: Tensor, target: Tensor, noise: RowNoise) -> Tensor:
-        """All pairs of continuations that are drawn independently of each other."""
-        model, copies = self.model, self.num_samples
-        length = self.length // self.chunk_size
-        branches = Branches(self._forward, model.config.backbone_config, length, copies)
-        chunks = model.chunks(tokens[:, : self.length])
-        hidden = branches.read(model.embed(chunks)).repeat(1, copies, 1)  # (B, copies·L, H)
-        drawn: list[Tensor] = []
-        while sum(chunk.shape[-1] for chunk in drawn) < LONGEST:
-            if drawn:
-                hidden = branches.advance(model.embed(drawn[-1]))
-            latents = model.head.sample(hidden, 1, noise)[0]
-            drawn.append(model.autoencoder.tokens(latents))  # (B, copies·L, K)
-        samples = torch.cat(drawn, dim=-1)[..., :LONGEST].unflatten(1, (copies, length)).movedim(1, 0)
-        return accuracy_and_collision(samples, target)[1]
+    def _collision(self, branches: Branches, samples: Tensor, noise: RowNoise) -> Tensor:
+        """Pairs of samples that agree, counted where they began; samples that agree share a branch."""
+        where = samples.shape[:2]
+        samples = samples.flatten(0, 1)  # (A, S, K): nodes, samples at each
+        count = samples.shape[1]
+        start = torch.arange(len(samples), device=samples.device)
+        taken = start.new_full((len(samples),), count)  # samples of a node that are somebody's
+        agreeing = torch.zeros(len(samples), LONGEST, device=samples.device)
+        n = 0
+        while True:
+            mine = torch.arange(count, device=samples.device) < taken[:, None]  # (A, S)
+            same = mine[:, None] & mine[:, :, None]  # (A, S, S): pairs that agree so far
+            for token in samples[..., : LONGEST - n].unbind(-1):
+                same = same & (token[:, None] == token[:, :, None])
+                agreeing[:, n].index_add_(0, start, same.triu(1).sum((1, 2)).float())
+                n += 1
+            parents, chunks, taken = _groups(same, samples)
+            if n == LONGEST or not len(parents):
+                break
+            start = start[parents]
+            hidden = branches.grow(parents, self._embed(chunks))
+            samples = self._draw(hidden, BranchNoise(noise, branches.counts))
+        return (agreeing / (count * (count - 1) / 2)).unflatten(0, where)
+
+    def _draw(self, hidden: Tensor, noise: RowNoise) -> Tensor:
+        """Chunks that follow states: (..., H) → (..., S, K)."""
+        return self.model.autoencoder.tokens(self.model.head.sample(hidden, self.num_samples, noise)).movedim(0, -2)
+
+    def _embed(self, chunks: Tensor) -> Tensor:
+        return self.model.embed(chunks[None])[0]
 
     def _forward(self, inputs: Tensor, **kwargs) -> Tensor:
         return self.model.backbone(inputs_embeds=inputs, use_cache=True, **kwargs).last_hidden_state
+
+
+def _groups(same: Tensor, samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Samples of a node that are equal, two or more: the node, the chunk, and how many. `same` (A, S, S)."""
+    size = same.sum(-1)
+    first = ~same.tril(-1).any(-1)
+    nodes, which = (first & (size > 1)).nonzero(as_tuple=True)
+    return nodes, samples[nodes, which], size[nodes, which]
 
 
 class SoftmaxEstimator:
     chunk_size = 1
 
     def __init__(self, model: PreTrainedModel, length: int, num_samples: int):
-        self.model, self.length, self.num_samples = model, length, num_samples
+        """One sampled prefix takes the place of a pair of samples."""
+        self.model, self.length, self.num_prefixes = model, length, num_samples // 2
         self.nats: Tensor | None = None  # of each next token of the last texts
 
     def estimate(self, tokens: Tensor, noise: RowNoise) -> tuple[Tensor, Tensor]:
-        vocabulary = self.model.config.vocab_size
-        exact = vocabulary ** (LONGEST - 1) <= ENUMERABLE
-        copies = vocabulary ** (LONGEST - 1) if exact else self.num_samples
-        branches = Branches(self._forward, self.model.config, self.length, copies)
-        logits = branches.read(tokens[:, : self.length])
-        ahead = self._forward(
-            tokens[:, self.length : self.length + LONGEST - 1], past_key_values=branches.cache
-        )  # the tokens behind the window, for the accuracy of its last starts
-        branches.cache.crop(-(LONGEST - 1))
-        chosen = torch.cat([logits, ahead], dim=1).log_softmax(-1)
-        chosen = chosen.gather(-1, tokens[:, 1 : self.length + LONGEST, None])[..., 0]  # (B, length + 3)
+        branches = Branches(self._forward)
+        logits = branches.read(tokens[:, : self.length + LONGEST - 1]).float().log_softmax(-1)  # (B, L, V)
+        chosen = logits.gather(-1, tokens[:, 1 : self.length + LONGEST, None])[..., 0]
         self.nats = -chosen
-        starts = torch.arange(self.length, device=tokens.device)
-        accuracy = chosen[:, starts[:, None] + torch.arange(LONGEST, device=tokens.device)].cumsum(-1).exp()
-        return accuracy, self._collision(branches, logits, noise, exact)
+        accuracy = chosen.unfold(1, LONGEST, 1).cumsum(-1).exp()  # (B, length, 4)
+        return accuracy, self._collision(branches, logits, noise)[:, : self.length]
 
-    def _collision(self, branches: Branches, logits: Tensor, noise: RowNoise, exact: bool) -> Tensor:
-        vocabulary, copies, length = logits.shape[-1], branches.copies, self.length
-        probabilities = logits.softmax(-1).repeat(1, copies, 1)  # (B, copies·L, V)
-        weight = torch.ones_like(probabilities[..., 0])  # P(prefix); its square where prefixes are enumerated
-        grams = []
-        for n in range(1, LONGEST + 1):
-            collided = (weight * probabilities.square().sum(-1)).unflatten(1, (copies, length))
-            # A prefix of n - 1 tokens is enumerated once for every way to go on to LONGEST - 1.
-            grams.append(collided.sum(1) / vocabulary ** (LONGEST - n) if exact else collided.mean(1))
-            if n == LONGEST:
+    def _collision(self, branches: Branches, logits: Tensor, noise: RowNoise) -> Tensor:
+        where, vocabulary = logits.shape[:2], logits.shape[-1]
+        exact = vocabulary ** (LONGEST - 1) <= ENUMERABLE
+        logits = logits.flatten(0, 1)  # (A, V)
+        start = torch.arange(len(logits), device=logits.device)
+        weight = torch.ones(len(logits), device=logits.device)
+        collision = torch.zeros(len(logits), LONGEST, device=logits.device)
+        for n in range(LONGEST):
+            probabilities = logits.softmax(-1)
+            collision[:, n].index_add_(0, start, weight * torch.linalg.vector_norm(probabilities, dim=-1).square())
+            if n == LONGEST - 1:
                 break
             if exact:
-                number = torch.arange(copies, device=logits.device) // vocabulary ** (LONGEST - 1 - n) % vocabulary
-                drawn = number.repeat_interleave(length).expand(len(logits), -1)
+                parents, tokens, weight = _every_prefix(probabilities, weight)
             else:
-                drawn = _draw(probabilities, noise.uniform(copies * length))
-            probability = probabilities.gather(-1, drawn[..., None])[..., 0]
-            weight = weight * (probability.square() if exact else probability)
-            probabilities = branches.advance(drawn).softmax(-1)
-        return torch.stack(grams, dim=-1)
+                copies = self.num_prefixes if n == 0 else 1
+                uniform = BranchNoise(noise, branches.counts).uniform(copies, 2)
+                sure = SURE_WEIGHT / self.num_prefixes
+                parents, tokens, weight = _some_prefixes(probabilities, weight / copies, uniform, sure)
+            if not len(parents):
+                break
+            start = start[parents]
+            logits = branches.grow(parents, tokens).float()
+        return collision.unflatten(0, where)
 
     def _forward(self, inputs: Tensor, **kwargs) -> Tensor:
-        return self.model(input_ids=inputs, use_cache=True, **kwargs).logits.float()
+        return self.model(input_ids=inputs, use_cache=True, **kwargs).logits
+
+
+def _every_prefix(probabilities: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All tokens behind all nodes; the weight is the probability of a prefix, squared."""
+    nodes, vocabulary = probabilities.shape
+    parents = torch.arange(nodes, device=weight.device).repeat_interleave(vocabulary)
+    tokens = torch.arange(vocabulary, device=weight.device).repeat(nodes)
+    return parents, tokens, (weight[:, None] * probabilities.square()).flatten()
+
+
+def _some_prefixes(
+    probabilities: Tensor, weight: Tensor, uniform: Tensor, sure: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens drawn behind each node, weighted by their probability; (A, C, 2) uniform numbers draw C of them.
+
+    What weighs less than `sure` goes on more rarely, and weighs more if it does: the expectation stays.
+    """
+    tokens = _draw(probabilities, uniform[..., 0])  # (A, C)
+    weight = weight[:, None] * probabilities.gather(-1, tokens)
+    going_on = (weight / sure).clamp(max=1)
+    parents, which = (uniform[..., 1] < going_on).nonzero(as_tuple=True)
+    return parents, tokens[parents, which], (weight / going_on)[parents, which]
 
 
 def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """One outcome of each distribution (..., V), by where a uniform number falls: (...)."""
+    """Outcomes of distributions (A, V), by where uniform numbers (A, C) fall: (A, C)."""
     cumulated = probabilities.cumsum(-1)
-    wanted = (uniform * cumulated[..., -1])[..., None]
-    return torch.searchsorted(cumulated, wanted, right=True)[..., 0].clamp(max=probabilities.shape[-1] - 1)
+    return torch.searchsorted(cumulated, uniform * cumulated[:, -1:], right=True).clamp(max=probabilities.shape[-1] - 1)
