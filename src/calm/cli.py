@@ -6,13 +6,16 @@ import warnings
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from typer.exceptions import TyperException
 
 from calm import __version__
 from calm.errors import CalmWarning, UserError
+
+if TYPE_CHECKING:
+    from calm.evaluate.language_models import Options
 
 app = typer.Typer(
     name="calm",
@@ -36,6 +39,12 @@ Settings = Annotated[
 class OnBadDocument(StrEnum):
     fail = "fail"
     skip = "skip"
+
+
+class Positions(StrEnum):
+    shared = "shared"
+    own = "own"
+    every = "every"
 
 
 def _version(value: bool) -> None:
@@ -162,34 +171,127 @@ def train(
         console.stdout.print(f"The model is in {output / 'model'}, the curve in {output / 'loss.png'}", soft_wrap=True)
 
 
-@app.command(epilog="Example: calm evaluate runs/laptop-autoencoder/model --data data/embedded")
+@app.command(epilog="Example: calm evaluate runs/laptop-calm/model runs/laptop-transformer/model --data data/embedded")
 def evaluate(
-    model: Annotated[Path, typer.Argument(help="The directory of a trained model.")],
-    data: Annotated[Path, typer.Option(help="Data made by calm prepare with the model's tokenizer.")],
-    split: Annotated[str, typer.Option(help="train, validation or test.")] = "validation",
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows computed at once.")] = 32,
+    models: Annotated[list[Path], typer.Argument(help="Directories of trained models; several are compared.")],
+    data: Annotated[
+        Path | None, typer.Option(help="Data made by calm prepare with the models' tokenizer, or a file of text.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Of prepared data: train, validation or test.")] = "validation",
+    samples: Annotated[int, typer.Option(min=2, help="Draws at each position; more give smaller errors.")] = 2,
+    positions: Annotated[
+        Positions, typer.Option(help="Where scores begin: where all models can, at a model's own borders, everywhere.")
+    ] = Positions.shared,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens that are read at once; by default 512.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows computed at once, at most.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws and of the bootstrap.")] = 0,
+    harness: Annotated[
+        list[str] | None, typer.Option(metavar="TASK", help="Run a task of lm_eval instead; may be repeated.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Of a task, only so many examples.")] = None,
     output: Annotated[Path | None, typer.Option(help="Directory for the JSON and the plot.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measures as JSON.")] = False,
 ) -> None:
-    """Measure how well an autoencoder reconstructs: from the mean, under its own noise, and under more."""
+    """Measure models: BrierLM of language models with error bars, reconstruction of an autoencoder.
+
+    Many processes: torchrun ... -m calm evaluate MODEL --data DIR.
+    """
     from transformers.utils import logging
 
-    from calm import console
-    from calm.evaluate.report import evaluate_autoencoder, plot_robustness
-    from calm.files import write_json
+    from calm.models.configuration import ChunkAutoencoderConfig
+    from calm.models.loading import model_type
 
     logging.disable_progress_bar()
+    if harness:
+        _run_harness(models, harness, limit, batch_size, seed, output, as_json)
+    elif data is None:
+        raise UserError("--data is missing: a directory made by calm prepare, or a file of text")
+    elif len(models) == 1 and model_type(models[0]) == ChunkAutoencoderConfig.model_type:
+        _evaluate_autoencoder(models[0], data, split, batch_size, output, as_json)
+    else:
+        from calm.evaluate.language_models import Options
+
+        options = Options(samples, positions.value, context, batch_size, seed)
+        _evaluate_language_models(models, data, split, options, output, as_json)
+
+
+def _evaluate_language_models(
+    models: list[Path], data: Path, split: str, options: "Options", output: Path | None, as_json: bool
+) -> None:
+    from calm import console
+    from calm.evaluate.language_models import evaluate_language_models
+    from calm.evaluate.report import plot_scores
+    from calm.processes import processes
+
+    with processes() as among, console.evaluation_progress(among.is_first) as report:
+        answer = evaluate_language_models(models, data, split, options, among, report)
+    if not among.is_first:
+        return
+    for warning in answer["warnings"]:
+        console.warn(warning)
+    _keep(output, "scores.json", answer)
+    if output is not None:
+        plot_scores(answer, output / "scores.png")
+    if as_json:
+        _print_json(answer)
+    else:
+        for table in console.scores_tables(answer):
+            console.stdout.print(table)
+
+
+def _evaluate_autoencoder(
+    model: Path, data: Path, split: str, batch_size: int, output: Path | None, as_json: bool
+) -> None:
+    from calm import console
+    from calm.evaluate.report import evaluate_autoencoder, plot_robustness
+
     with console.stderr.status("evaluating") if console.stderr.is_terminal else nullcontext():
         measures = evaluate_autoencoder(model, data, split, batch_size)
+    _keep(output, "reconstruction.json", measures)
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        write_json(output / "reconstruction.json", measures)
         plot_robustness(measures, output / "robustness.png")
     if as_json:
         _print_json(measures)
     else:
         curve = {f"token accuracy, extra noise {p['extra_noise']}": p["token_accuracy"] for p in measures["robustness"]}
         console.stdout.print(console.values_table(f"{model} on {data}", measures | curve))
+
+
+def _run_harness(
+    models: list[Path],
+    tasks: list[str],
+    limit: int | None,
+    batch_size: int,
+    seed: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    if len(models) > 1:
+        raise UserError("--harness takes one model")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("--harness runs in one process, not under torchrun")
+    try:
+        from calm.evaluate.harness import run_harness
+    except ModuleNotFoundError as error:
+        raise UserError(f"--harness needs {error.name}: pip install 'calm-lm[eval]'") from error
+    from calm import console
+
+    results = run_harness(models[0], tasks, limit, batch_size, seed)
+    _keep(output, "harness.json", results)
+    if as_json:
+        _print_json(results)
+    else:
+        for name, task in results["tasks"].items():
+            console.stdout.print(console.values_table(name, task))
+
+
+def _keep(output: Path | None, name: str, measures: dict) -> None:
+    """Write measures into a directory, if one is wanted."""
+    from calm.files import write_json
+
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        write_json(output / name, measures)
 
 
 @app.command(epilog="Example: calm config laptop-autoencoder --set data.batch_size=8")

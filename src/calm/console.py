@@ -106,6 +106,76 @@ def values_table(title: str, values: dict[str, Any]) -> Table:
     return table
 
 
+@contextmanager
+def evaluation_progress(enabled: bool = True) -> Iterator[Callable[[str, int, int | None], None]]:
+    """A bar for every model: tokens scored, and the time left where the number of all is known."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f} tokens"))
+    shown = enabled and stderr.is_terminal
+    with Progress(*columns, TimeRemainingColumn(compact=True), console=stderr, disable=not shown) as progress:
+        tasks: dict[str, Any] = {}
+
+        def show(name: str, tokens: int, total: int | None) -> None:
+            if name not in tasks:
+                tasks[name] = progress.add_task(name, total=total)
+            progress.update(tasks[name], completed=tokens)
+
+        yield show
+
+
+def scores_tables(answer: dict[str, Any]) -> Iterator[Table]:
+    """BrierLM and its parts, a column a model; then the differences with their paired intervals."""
+    briers = ("BrierLM", "Brier-1", "Brier-2", "Brier-3", "Brier-4")
+    rows = {
+        "BrierLM": "brier_lm",
+        **{f"Brier-{n}": f"brier_{n}" for n in range(1, 5)},
+        "accuracy": "accuracy",
+        **{f"accuracy-{n}": f"accuracy_{n}" for n in range(1, 5)},
+        "collision": "collision",
+        **{f"collision-{n}": f"collision_{n}" for n in range(1, 5)},
+        "nats a token": "cross_entropy",
+        "perplexity": "perplexity",
+        "bits a byte": "bits_per_byte",
+        "positions": "positions",
+        "documents": "documents",
+    }
+    table = Table(
+        title=", ".join(filter(None, (answer["data"], answer["split"]))),
+        caption=f"percent ± standard error, a higher Brier is better; {answer['positions']}; {answer['samples']} "
+        f"samples; at most {answer['context']} tokens before",
+    )
+    table.add_column("")
+    for name in answer["models"]:
+        table.add_column(name, justify="right")
+    for title, key in rows.items():
+        values = [measures.get(key) for measures in answer["models"].values()]
+        if any(value is not None for value in values):
+            table.add_row(title, *map(_shown, values), end_section=title.endswith(("-4", "byte")))
+    yield table
+    if answer["differences"]:
+        differences = Table(title="Differences, with 95% intervals of the pairs")
+        differences.add_column("")
+        for title in briers:
+            differences.add_column(title, justify="right")
+        for name, scores in answer["differences"].items():
+            differences.add_row(name, *(_interval(scores[rows[title]]) for title in briers))
+        yield differences
+
+
+def _interval(score: dict[str, Any]) -> str:
+    if score["value"] is None:
+        return "no meaning"
+    return f"{score['value']:+.2f}" + (
+        f"\n{score['low']:+.2f} … {score['high']:+.2f}" if score["low"] is not None else ""
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        error = f" ± {value['standard_error']:.2f}" if value["standard_error"] is not None else ""
+        return f"{value['value']:.2f}{error}" if value["value"] is not None else f"below 0{error}"
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
+
+
 def cost_tables(costs: list["Cost"], printed: dict[str, tuple[float, float, float]]) -> Iterator[Table]:
     """What recipes cost, beside the numbers of the paper's Table 1, and each recipe's parts."""
     table = Table(title="Cost")

@@ -19,6 +19,12 @@ class RowNoise:
         """Rows seeded from torch's global generator, for use outside of the training loop."""
         return cls(torch.randint(2**62, (rows,)).tolist(), device)
 
+    def rows(self, places: list[int]) -> "RowNoise":
+        """Some of the rows, which go on where they are."""
+        chosen = RowNoise([])
+        chosen.generators = [self.generators[place] for place in places]
+        return chosen
+
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.draw(torch.randn, shape).to(dtype)
 

@@ -19,11 +19,12 @@ from calm.scores.brier import LONGEST
 REDRAWS = 1000
 SUSPICIOUS = 0.9  # of draws that coincide
 BRIER, ACCURACY, COLLISION = "brier", "accuracy", "collision"
+GEOMETRIC = {BRIER: "brier_lm", ACCURACY: "accuracy", COLLISION: "collision"}  # names of the geometric means over n
 
 
 @dataclass(frozen=True)
 class Score:
-    """A number with its standard error and its 95% interval; `value` is None where it has no meaning."""
+    """A number with its standard error and its 95% interval; `value` is None where it is not above 0, as it must be."""
 
     value: float | None
     standard_error: float | None
@@ -32,17 +33,17 @@ class Score:
 
     @classmethod
     def of(cls, value: float, redrawn: np.ndarray) -> "Score":
-        """From the value and those of redrawn samples; NaN stands for what has no meaning."""
-        known = redrawn[~np.isnan(redrawn)]
-        error = float(known.std(ddof=1)) if len(known) > 1 else None
-        low, high = np.quantile(known, (0.025, 0.975)).tolist() if len(known) > 1 else (None, None)
-        return cls(None if math.isnan(value) else value, error, low, high)
+        """From the value, NaN where it has no meaning, and those of redrawn samples."""
+        if len(redrawn) < 2:
+            return cls(None if math.isnan(value) else value, None, None, None)
+        low, high = np.quantile(redrawn, (0.025, 0.975)).tolist()
+        return cls(None if math.isnan(value) else value, float(redrawn.std(ddof=1)), low, high)
 
 
 def geometric_mean(values: np.ndarray) -> np.ndarray:
-    """Over the last axis; NaN where a factor is not positive."""
+    """Over the last axis; 0 where a factor is not positive."""
     positive = (values > 0).all(-1)
-    return np.where(positive, np.exp(np.log(np.where(values > 0, values, 1.0)).mean(-1)), np.nan)
+    return np.where(positive, np.exp(np.log(np.where(values > 0, values, 1.0)).mean(-1)), 0.0)
 
 
 class BrierLM:
@@ -73,9 +74,9 @@ class BrierLM:
     def compute(self, seed: int = 0, redraws: int = REDRAWS) -> dict[str, Any]:
         """Every score, times 100, with standard error and interval by a bootstrap over documents."""
         table = self._table()
-        whole = _scores(table.sum(0)[None])
+        whole = _values(table)
         redrawn = _scores(_weights(len(table), redraws, seed) @ table)
-        scores = {name: Score.of(float(whole[name][0]), redrawn[name]) for name in whole}
+        scores = {name: Score.of(value, redrawn[name]) for name, value in whole.items()}
         return {"documents": len(table), "positions": self.positions, **scores}
 
     def compare(self, other: "BrierLM", seed: int = 0, redraws: int = REDRAWS) -> dict[str, Score]:
@@ -84,9 +85,9 @@ class BrierLM:
             raise DataError("a paired comparison needs the same positions of the same documents")
         mine, theirs = self._table(), other._table()
         weights = _weights(len(mine), redraws, seed)
-        one, two = _scores(mine.sum(0)[None]), _scores(theirs.sum(0)[None])
+        one, two = _values(mine), _values(theirs)
         more, less = _scores(weights @ mine), _scores(weights @ theirs)
-        return {name: Score.of(float(one[name][0] - two[name][0]), more[name] - less[name]) for name in one}
+        return {name: Score.of(one[name] - two[name], more[name] - less[name]) for name in one}
 
     def warnings(self) -> list[str]:
         """What a reader of the scores should know."""
@@ -109,6 +110,12 @@ def _weights(documents: int, redraws: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).multinomial(documents, np.full(documents, 1 / documents), size=redraws)
 
 
+def _values(table: np.ndarray) -> dict[str, float]:
+    """The scores of all documents; NaN for a geometric mean that is not above 0."""
+    found = {name: float(values[0]) for name, values in _scores(table.sum(0)[None]).items()}
+    return {name: math.nan if name in GEOMETRIC.values() and value <= 0 else value for name, value in found.items()}
+
+
 def _scores(sums: np.ndarray) -> dict[str, np.ndarray]:
     """Sums of samples (R, 9) → each score (R,), times 100."""
     counts = np.maximum(sums[:, :1], 1)
@@ -116,6 +123,6 @@ def _scores(sums: np.ndarray) -> dict[str, np.ndarray]:
     kinds = {BRIER: 2 * accuracy - collision, ACCURACY: accuracy, COLLISION: collision}
     found = {}
     for kind, values in kinds.items():
-        found[f"{kind}_lm" if kind == BRIER else kind] = geometric_mean(values)
+        found[GEOMETRIC[kind]] = geometric_mean(values)
         found |= {f"{kind}_{n}": values[:, n - 1] for n in range(1, LONGEST + 1)}
     return found

@@ -46,6 +46,10 @@ class Likelihood:
             self.nats += row[:known].double().sum().item()
             self.tokens += known
 
+    def merge(self, other: "Likelihood") -> None:
+        self.nats += other.nats
+        self.tokens += other.tokens
+
 
 @dataclass
 class Found:

@@ -2,26 +2,27 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from transformers import AutoConfig
 
-from calm.data.chunks import close_document
-from calm.data.corpus import BadDocument, documents, open_sources
-from calm.data.shards import PreparedData
-from calm.data.tokenizer import Tokenizer, load_tokenizer
+from calm.data.tokenizer import load_tokenizer
 from calm.errors import ConfigError, DataError, UserError
 from calm.evaluate.brier_lm import Score
 from calm.evaluate.estimators import CalmEstimator, SoftmaxEstimator
 from calm.evaluate.evaluation import Estimator, Found, Positions, evaluate_documents, likelihood_measures
-from calm.evaluate.windows import Document, documents_of
+from calm.evaluate.text import Text
+from calm.evaluate.windows import Document
 from calm.models.configuration import CalmConfig
 from calm.models.loading import load_calm, load_softmax, model_type
 from calm.processes import Processes
 from calm.scores.brier import LONGEST
 
 CONTEXT = 512  # tokens that a window reads, where the models' positions allow it
+ROOM = 2**27  # numbers of the largest tensor: half a gigabyte
 
 
 @dataclass(frozen=True)
@@ -33,38 +34,56 @@ class Options:
     seed: int = 0
 
 
-class Text:
-    """Documents as token ids: a split of prepared data, or a file that is read and tokenized as it goes."""
+@dataclass(frozen=True)
+class Contender:
+    """A saved model that is scored; its weights are read when its turn comes."""
 
-    def __init__(self, data: Path, split: str, tokenizer: Tokenizer):
-        self.data, self.split, self.tokenizer = data, split, tokenizer
-        self.prepared = PreparedData(data) if data.is_dir() else None
-        if self.prepared is not None and self.prepared.tokenizer.sha256 != tokenizer.sha256:
-            raise DataError(f"{data} was prepared with another tokenizer than that of the model")
+    directory: Path
+    name: str
 
-    def documents(self) -> Iterator[Document]:
-        if self.prepared is not None:
-            yield from documents_of(self.prepared.split(self.split))
-            return
-        number = 0
-        for source in open_sources([str(self.data)]):
-            for block in source.blocks():
-                for text in documents(block):
-                    if isinstance(text, BadDocument):
-                        raise DataError(str(text))
-                    ids = close_document(self.tokenizer.encode(text), self.tokenizer.end_id)
-                    yield Document(number, np.array(ids, dtype=np.int64))
-                    number += 1
+    @cached_property
+    def is_calm(self) -> bool:
+        return model_type(self.directory) == CalmConfig.model_type
+
+    @cached_property
+    def config(self) -> Any:
+        try:
+            return AutoConfig.from_pretrained(self.directory)
+        except Exception as error:  # transformers raises many kinds for a broken file
+            raise UserError(f"the config.json in {self.directory} cannot be read: {error}") from error
 
     @property
-    def tokens(self) -> int | None:
-        """How many there are, where it is known beforehand."""
-        return len(self.prepared.split(self.split)) if self.prepared is not None else None
+    def chunk_size(self) -> int:
+        return self.config.chunk_size if self.is_calm else 1
 
-    def bytes(self) -> int:
-        if self.prepared is not None:
-            return self.prepared.manifest["splits"][self.split]["bytes"]
-        return sum(len(self.tokenizer.decode(document.tokens.tolist()).encode()) for document in self.documents())
+    @property
+    def longest(self) -> int | None:
+        """Tokens that fit its positions and, so that all of them are seen, its attention's window."""
+        inner = self.config.backbone_config if self.is_calm else self.config.get_text_config()
+        limits = (getattr(inner, name, None) for name in ("max_position_embeddings", "sliding_window"))
+        return min((limit * self.chunk_size for limit in limits if limit), default=None)
+
+    @property
+    def vocab_size(self) -> int:
+        return (self.config if self.is_calm else self.config.get_text_config()).vocab_size
+
+    def read(self, text: Text) -> Iterator[Document]:
+        """The documents, whose ids must be words of the model."""
+        for document in text.documents():
+            if len(document.tokens) and (word := int(document.tokens.max())) >= self.vocab_size:
+                raise DataError(
+                    f"the text has token {word}, and the model in {self.directory} knows {self.vocab_size} only: the "
+                    "tokenizer beside it is not its own"
+                )
+            yield document
+
+    def load(self, options: Options, length: int, among: Processes) -> Estimator:
+        model: Any = load_calm(self.directory) if self.is_calm else load_softmax(self.directory)
+        for name, parameter in model.named_parameters():
+            if not bool(parameter.isfinite().all()):
+                raise UserError(f"the weights in {self.directory} are damaged: {name} has values that are not finite")
+        kind = CalmEstimator if self.is_calm else SoftmaxEstimator
+        return kind(model.to(among.device).eval(), length, options.num_samples)
 
 
 def evaluate_language_models(
@@ -78,93 +97,78 @@ def evaluate_language_models(
     """Scores of every model, and of each pair the difference with its paired interval."""
     if options.num_samples < 2:
         raise ConfigError(f"a collision takes two: samples must be at least 2, not {options.num_samples}")
-    tokenizers = {load_tokenizer(str(directory)).sha256 for directory in directories}
-    if len(tokenizers) > 1:
+    contenders = [Contender(directory, name) for directory, name in zip(directories, _names(directories), strict=True)]
+    unit = max(contender.chunk_size for contender in contenders)
+    length = _length(contenders, unit, options.context)
+    if len({load_tokenizer(str(directory)).sha256 for directory in directories}) > 1:
         raise DataError("the models have different tokenizers: scores of different tokens cannot be compared")
     text = Text(data, split, load_tokenizer(str(directories[0])))
-    models = {_name(directory, directories): _load(directory, among) for directory in directories}
-    largest = max(chunk for _, chunk, _ in models.values())
-    length = _length(models, largest, options.context)
     found: dict[str, Found] = {}
-    for name, (model, chunk, _) in models.items():
-        kind = CalmEstimator if chunk else SoftmaxEstimator
-        estimator: Estimator = kind(model, length, options.num_samples)
-        done = 0
+    for contender in contenders:
+        name, done = contender.name, 0
 
         def tell(tokens: int, name: str = name) -> None:
             nonlocal done
             done += tokens * among.size
             report(name, done, text.tokens)
 
+        estimator = contender.load(options, length, among)
         found[name] = evaluate_documents(
             estimator,
-            text.documents(),
+            contender.read(text),
             positions=options.positions,
-            largest_chunk=max(largest, 1) if options.positions == "shared" else None,
-            fill_id=text.tokenizer.fill_id,
-            batch_size=_batch_size(options, estimator, model),
+            largest_chunk=unit if options.positions == "shared" else None,
+            fill_id=text.tokenizer.fill_id if contender.is_calm else 0,
+            batch_size=_batch_size(options, contender, length),
             seed=options.seed,
-            device=model.device,
+            device=among.device,
             rank=among.rank,
             world_size=among.size,
             report=tell,
         )
         _gather(found[name], among)
-    return _answer(found, models, text, options, largest, length)
+    return _answer(found, contenders, text, options, unit, length)
 
 
-def _name(directory: Path, directories: list[Path]) -> str:
-    """The shortest name that tells a model from the others: runs are named, their `model` is not."""
-    names = [d.parent.name if d.name == "model" else d.name for d in directories]
-    name = directory.parent.name if directory.name == "model" else directory.name
-    return name if names.count(name) == 1 and name else str(directory)
+def _names(directories: list[Path]) -> list[str]:
+    """The shortest that tell models apart: runs are named, the `model` in them is not."""
+    short = [(d.parent if d.name == "model" else d).name for d in directories]
+    return [name if name and short.count(name) == 1 else str(d) for name, d in zip(short, directories, strict=True)]
 
 
-def _load(directory: Path, among: Processes) -> tuple[Any, int, int | None]:
-    """A model, its K (0 for a softmax over tokens), and how many tokens its positions hold."""
-    calm = model_type(directory) == CalmConfig.model_type
-    model: Any = load_calm(directory) if calm else load_softmax(directory)
-    for name, parameter in model.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            raise UserError(f"the weights in {directory} are damaged: {name} holds numbers that are not finite")
-    chunk = model.config.chunk_size if calm else 0
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return model.to(among.device).eval(), chunk, longest and longest * max(chunk, 1)
-
-
-def _length(models: dict[str, Any], largest: int, context: int | None) -> int:
-    unit = max(largest, 1)
-    room = min((longest for _, _, longest in models.values() if longest is not None), default=CONTEXT + LONGEST)
+def _length(contenders: list[Contender], unit: int, context: int | None) -> int:
+    room = min((c.longest for c in contenders if c.longest is not None), default=CONTEXT + LONGEST)
     most = (room - LONGEST) // unit * unit  # a continuation needs positions, too
-    wanted = context if context is not None else min(CONTEXT // unit * unit or unit, most)
+    wanted = context if context is not None else min(max(CONTEXT // unit, 1) * unit, most)
     if wanted < unit or wanted % unit or wanted > most:
         raise ConfigError(f"a context of {wanted} tokens should be a multiple of {unit}, at most {most}")
     return wanted
 
 
-def _batch_size(options: Options, estimator: Estimator, model: Any) -> int:
-    """A softmax over all branches is the largest tensor: so many windows that it stays below half a gigabyte."""
-    if isinstance(estimator, CalmEstimator):
-        return options.batch_size
-    elements = options.num_samples * estimator.length * model.config.vocab_size
-    return max(1, min(options.batch_size, 2**27 // elements))
+def _batch_size(options: Options, contender: Contender, length: int) -> int:
+    """So many windows that the largest tensor fits: states of all samples, or a softmax for every branch."""
+    if contender.is_calm:
+        row = options.num_samples * length // contender.chunk_size * 8 * contender.config.hidden_size
+    else:
+        row = options.num_samples // 2 * length * contender.vocab_size
+    return max(1, min(options.batch_size, ROOM // row))
 
 
 def _gather(found: Found, among: Processes) -> None:
     """What all processes have seen, in each of them."""
-    mine = (found.brier, found.likelihood)
-    for rank, (brier, likelihood) in enumerate(among.gather(mine)):
+    for rank, (brier, likelihood) in enumerate(among.gather((found.brier, found.likelihood))):
         if rank != among.rank:
             found.brier.merge([brier])
-            found.likelihood.nats += likelihood.nats
-            found.likelihood.tokens += likelihood.tokens
+            found.likelihood.merge(likelihood)
 
 
-def _answer(found: dict[str, Found], models: dict[str, Any], text: Text, options: Options, largest: int, length: int):
+def _answer(
+    found: dict[str, Found], contenders: list[Contender], text: Text, options: Options, unit: int, length: int
+) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "data": str(text.data),
         "split": text.split if text.prepared is not None else None,
-        "positions": _described(options.positions, largest),
+        "positions": _described(options.positions, unit),
         "samples": options.num_samples,
         "context": length,
         "seed": options.seed,
@@ -172,22 +176,24 @@ def _answer(found: dict[str, Found], models: dict[str, Any], text: Text, options
         "differences": {},
         "warnings": [],
     }
-    for name, each in found.items():
-        scores = each.brier.compute(options.seed)
-        answer["models"][name] = {"chunk_size": models[name][1] or None, **_plain(scores)}
+    for contender in contenders:
+        each = found[contender.name]
+        measures = {"chunk_size": contender.chunk_size if contender.is_calm else None}
+        measures |= _plain(each.brier.compute(options.seed))
         if each.likelihood.tokens:
-            answer["models"][name] |= likelihood_measures(each.likelihood, text.bytes())
-        answer["warnings"] += [f"{name}: {warning}" for warning in each.brier.warnings()]
-    names = list(found)
-    for first, second in ((a, b) for i, a in enumerate(names) for b in names[i + 1 :]):
-        if options.positions != "own":
-            answer["differences"][f"{first} - {second}"] = _plain(found[first].brier.compare(found[second].brier))
+            measures |= likelihood_measures(each.likelihood, text.bytes())
+        answer["models"][contender.name] = measures
+        answer["warnings"] += [f"{contender.name}: {warning}" for warning in each.brier.warnings()]
+    if options.positions != "own" or len({contender.chunk_size for contender in contenders}) == 1:
+        for first, second in combinations(found, 2):
+            difference = found[first].brier.compare(found[second].brier, options.seed)
+            answer["differences"][f"{first} - {second}"] = _plain(difference)
     return answer
 
 
-def _described(positions: Positions, largest: int) -> str:
+def _described(positions: Positions, unit: int) -> str:
     return {
-        "shared": f"starts at multiples of {max(largest, 1)}, which all models share",
+        "shared": f"starts at multiples of {unit}, which all models share",
         "own": "each model's own chunk borders",
         "every": "every token",
     }[positions]

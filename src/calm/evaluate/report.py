@@ -1,4 +1,4 @@
-"""`calm evaluate`: measures of a saved model on prepared data, as numbers and as a picture."""
+"""`calm evaluate`: measures of a saved autoencoder on prepared data, and pictures of measures."""
 
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from calm.data.tokenizer import load_tokenizer
 from calm.errors import DataError
 from calm.evaluate.reconstruction import evaluate_reconstruction
 from calm.models.loading import load_autoencoder
+from calm.scores.brier import LONGEST
 
 
 def evaluate_autoencoder(
@@ -32,13 +33,9 @@ def evaluate_autoencoder(
 
 def plot_robustness(measures: dict[str, Any], path: Path) -> None:
     """Accuracy under noise beyond the posterior's own."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     points = measures["robustness"]
     scales = [point["extra_noise"] for point in points]
+    pyplot = _pyplot()
     figure, axis = pyplot.subplots(figsize=(6, 4), constrained_layout=True)
     axis.plot(scales, [100 * p["token_accuracy"] for p in points], marker="o", label="tokens")
     axis.plot(
@@ -52,3 +49,41 @@ def plot_robustness(measures: dict[str, Any], path: Path) -> None:
     axis.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def plot_scores(answer: dict[str, Any], path: Path) -> None:
+    """Brier-1 to Brier-4 and BrierLM of every model, with 95% intervals."""
+    pyplot = _pyplot()
+    figure, axis = pyplot.subplots(figsize=(7, 4), constrained_layout=True)
+    names = [*(f"brier_{n}" for n in range(1, LONGEST + 1)), "brier_lm"]
+    models = answer["models"]
+    for number, (model, measures) in enumerate(models.items()):
+        places = [place + 0.12 * (number - (len(models) - 1) / 2) for place in range(len(names))]
+        known = [(x, measures[name]) for x, name in zip(places, names, strict=True) if _positive(measures[name])]
+        values = [score["value"] for _, score in known]
+        below = [max(score["value"] - max(score["low"], score["value"] / 10), 0.0) for _, score in known]
+        above = [max(score["high"] - score["value"], 0.0) for _, score in known]
+        axis.errorbar([x for x, _ in known], values, yerr=[below, above], fmt="o", capsize=3, label=model)
+    axis.set_xticks(range(len(names)), [*(f"Brier-{n}" for n in range(1, LONGEST + 1)), "BrierLM"])
+    axis.set_xlim(-0.5, len(names) - 0.5)
+    axis.axvline(LONGEST - 0.5, color="grey", linewidth=0.8)
+    axis.set_yscale("log")
+    axis.set_ylabel("score (percent), with 95% interval")
+    axis.grid(alpha=0.3, axis="y")
+    axis.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _positive(score: dict[str, Any]) -> bool:
+    """Whether a logarithmic axis can show it."""
+    return score["value"] is not None and score["value"] > 0 and score["low"] is not None
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

@@ -1,0 +1,1 @@
+"""Text from models: chunk by chunk."""
