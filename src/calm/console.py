@@ -147,9 +147,9 @@ def scores_tables(answer: dict[str, Any]) -> Iterator[Table]:
     for name in answer["models"]:
         table.add_column(name, justify="right")
     for title, key in rows.items():
-        values = [measures.get(key) for measures in answer["models"].values()]
-        if any(value is not None for value in values):
-            table.add_row(title, *map(_shown, values), end_section=title.endswith(("-4", "byte")))
+        if any(measures.get(key) is not None for measures in answer["models"].values()):
+            values = (_shown(measures, key) for measures in answer["models"].values())
+            table.add_row(title, *values, end_section=title.endswith(("-4", "byte")))
     yield table
     if answer["differences"]:
         differences = Table(title="Differences, with 95% intervals of the pairs")
@@ -169,11 +169,15 @@ def _interval(score: dict[str, Any]) -> str:
     )
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        error = f" ± {value['standard_error']:.2f}" if value["standard_error"] is not None else ""
-        return f"{value['value']:.2f}{error}" if value["value"] is not None else f"below 0{error}"
-    return "" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
+def _shown(measures: dict[str, Any], key: str) -> str:
+    value = measures.get(key)
+    if not isinstance(value, dict):
+        return "" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
+    if value["value"] is None:  # a BrierLM with a factor that is not above 0
+        first = next(n for n in range(1, 5) if measures[f"brier_{n}"]["value"] <= 0)
+        return f"below 0\n(Brier-{first}: {_shown(measures, f'brier_{first}')})"
+    error = f" ± {value['standard_error']:.2f}" if value["standard_error"] is not None else ""
+    return f"{value['value']:.2f}{error}"
 
 
 def cost_tables(costs: list["Cost"], printed: dict[str, tuple[float, float, float]]) -> Iterator[Table]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from calm.errors import ConfigError, DataError
-from calm.evaluate.brier_lm import BrierLM
+from calm.evaluate.brier_lm import BrierLM, Score
 from calm.evaluate.evaluation import evaluate_documents, evaluate_sampler
 from calm.evaluate.windows import Document, windows_of
 
@@ -65,7 +65,7 @@ def test_a_paired_comparison_is_sharper():
 
 def test_what_has_no_meaning_is_none_and_not_zero():
     scores = filled([0.1, 0.01, 0.0, 0.0], [0.3, 0.1, 0.05, 0.01]).compute()
-    assert scores["brier_lm"].value is None
+    assert scores["brier_lm"] == Score(None, None, None, None)
     assert scores["brier_2"].value < 0
     with pytest.raises(DataError, match="no position was scored"):
         BrierLM().compute()

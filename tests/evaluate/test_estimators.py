@@ -1,6 +1,7 @@
 """Accuracy and collision of n-grams against brute force, for models whose probabilities are known."""
 
 import itertools
+import math
 from functools import cache
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from calm.evaluate import estimators as module
+from calm.evaluate.branches import Branches
 from calm.evaluate.estimators import CalmEstimator, SoftmaxEstimator
 from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import CalmConfig
@@ -114,6 +116,69 @@ def test_softmax_is_exact_where_prefixes_can_be_enumerated_and_else_unbiased(mon
             torch.testing.assert_close(collision[row, start - 1], torch.tensor(expected[1]), rtol=1e-4, atol=1e-6)
         monkeypatch.setattr(module, "ENUMERABLE", 0)
         check(SoftmaxEstimator(model, LENGTH, 2), probability, tokens, rounds=400)
+
+
+def expected_score(probability, other, prefix) -> torch.Tensor:
+    """Brier-n of `other` where text follows `probability`, n = 1 to 4, by enumeration."""
+    found = []
+    for n in range(1, 5):
+        total = 0.0
+        for y in itertools.product(range(V), repeat=n):
+            p, q = (
+                math.prod(each((*prefix, *y[:k]), token, len(prefix)) for k, token in enumerate(y))
+                for each in (probability, other)
+            )
+            total += 2 * p * q - q * q
+        found.append(total)
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 4, 8])
+def test_a_perturbed_model_scores_less_and_the_estimate_follows(chunk_size):
+    """Every text of 4 tokens stands in the batch, weighted by its true probability: only the samples are random."""
+    torch.manual_seed(1)
+    prefix = torch.randint(V, (LENGTH,)).tolist()
+    texts = list(itertools.product(range(V), repeat=4))
+    tokens = torch.tensor([[*prefix, *text] for text in texts])
+    truth = calm_probability(*known_calm(chunk_size))
+    weights = torch.tensor([exact(truth, [*prefix, *text], LENGTH)[0][3] for text in texts])
+    scores, rounds = [], 300
+    with torch.no_grad():
+        for factor in (1.0, 5.0, -1.0):  # the truth, too sure of itself, and the wrong way round
+            model, matrix = known_calm(chunk_size)
+            matrix.mul_(factor)
+            exactly = expected_score(truth, calm_probability(model, matrix), prefix)
+            estimator, drawn = CalmEstimator(model, LENGTH, 2), []
+            for r in range(rounds):
+                accuracy, collision = estimator.estimate(tokens, RowNoise([100 * r + i for i in range(len(texts))]))
+                drawn.append((weights[:, None] * (2 * accuracy - collision)[:, -1]).sum(0))
+            mean, error = torch.stack(drawn).mean(0), torch.stack(drawn).std(0) / rounds**0.5
+            assert ((mean - exactly).abs() < 3.5 * error + 1e-6).all()  # 48 comparisons of three standard errors
+            scores.append((exactly, mean))
+    for exactly, mean in scores[1:]:
+        assert (exactly < scores[0][0]).all()
+        clear = scores[0][0] - exactly > 0.03  # more than the samples blur
+        assert clear.sum() >= 2
+        assert (mean < scores[0][1])[clear].all()
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_branch_sees_its_own_past_alone(attention):
+    """What branches find is what a model finds that reads each text from its beginning."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, vocab_size=30, initializer_range=0.5, attn_implementation=attention))
+    model.eval()
+    branches = Branches(lambda ids, **kwargs: model(input_ids=ids, use_cache=True, **kwargs).logits)
+    tokens, rest = torch.randint(30, (2, 6)), torch.randint(30, (5, 3))
+    parents = [torch.tensor([1, 4, 4, 6, 11]), torch.tensor([0, 2, 3, 3, 4]), torch.tensor([1, 4, 4, 4, 4])]
+    texts = [[*tokens[node // 6, : node % 6 + 1].tolist()] for node in range(12)]
+    with torch.no_grad():
+        branches.read(tokens)
+        for step, nodes in enumerate(parents):
+            texts = [[*texts[node], rest[number, step].item()] for number, node in enumerate(nodes.tolist())]
+            states = branches.grow(nodes, rest[:, step])
+            for text, state in zip(texts, states, strict=True):
+                torch.testing.assert_close(state, model(torch.tensor([text])).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
 def test_the_noise_of_a_row_is_its_own():

@@ -19,12 +19,16 @@ from calm.scores.brier import LONGEST
 REDRAWS = 1000
 SUSPICIOUS = 0.9  # of draws that coincide
 BRIER, ACCURACY, COLLISION = "brier", "accuracy", "collision"
-GEOMETRIC = {BRIER: "brier_lm", ACCURACY: "accuracy", COLLISION: "collision"}  # names of the geometric means over n
+BRIER_LM = "brier_lm"
 
 
 @dataclass(frozen=True)
 class Score:
-    """A number with its standard error and its 95% interval; `value` is None where it is not above 0, as it must be."""
+    """A number with its standard error and its 95% interval.
+
+    All are None for a BrierLM without meaning, one of whose factors is not above 0; the errors also where documents
+    were not drawn again.
+    """
 
     value: float | None
     standard_error: float | None
@@ -34,10 +38,12 @@ class Score:
     @classmethod
     def of(cls, value: float, redrawn: np.ndarray) -> "Score":
         """From the value, NaN where it has no meaning, and those of redrawn samples."""
+        if math.isnan(value):
+            return cls(None, None, None, None)
         if len(redrawn) < 2:
-            return cls(None if math.isnan(value) else value, None, None, None)
+            return cls(value, None, None, None)
         low, high = np.quantile(redrawn, (0.025, 0.975)).tolist()
-        return cls(None if math.isnan(value) else value, float(redrawn.std(ddof=1)), low, high)
+        return cls(value, float(redrawn.std(ddof=1)), low, high)
 
 
 def geometric_mean(values: np.ndarray) -> np.ndarray:
@@ -111,9 +117,9 @@ def _weights(documents: int, redraws: int, seed: int) -> np.ndarray:
 
 
 def _values(table: np.ndarray) -> dict[str, float]:
-    """The scores of all documents; NaN for a geometric mean that is not above 0."""
+    """The scores of all documents; NaN for a BrierLM that one of its factors leaves without meaning."""
     found = {name: float(values[0]) for name, values in _scores(table.sum(0)[None]).items()}
-    return {name: math.nan if name in GEOMETRIC.values() and value <= 0 else value for name, value in found.items()}
+    return found if found[BRIER_LM] > 0 else {**found, BRIER_LM: math.nan}
 
 
 def _scores(sums: np.ndarray) -> dict[str, np.ndarray]:
@@ -123,6 +129,6 @@ def _scores(sums: np.ndarray) -> dict[str, np.ndarray]:
     kinds = {BRIER: 2 * accuracy - collision, ACCURACY: accuracy, COLLISION: collision}
     found = {}
     for kind, values in kinds.items():
-        found[GEOMETRIC[kind]] = geometric_mean(values)
+        found[BRIER_LM if kind == BRIER else kind] = geometric_mean(values)
         found |= {f"{kind}_{n}": values[:, n - 1] for n in range(1, LONGEST + 1)}
     return found
