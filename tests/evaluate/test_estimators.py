@@ -144,7 +144,7 @@ def test_a_perturbed_model_scores_less_and_the_estimate_follows(chunk_size):
     weights = torch.tensor([exact(truth, [*prefix, *text], LENGTH)[0][3] for text in texts])
     scores, rounds = [], 300
     with torch.no_grad():
-        for factor in (1.0, 5.0, -1.0):  # the truth, too sure of itself, and the wrong way round
+        for factor in (1.0, 8.0, -4.0):  # the truth, too sure of itself, and the wrong way round
             model, matrix = known_calm(chunk_size)
             matrix.mul_(factor)
             exactly = expected_score(truth, calm_probability(model, matrix), prefix)
