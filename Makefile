@@ -42,6 +42,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/training_overhead.py
 	$(BIN)/python benchmarks/energy_loss.py
 	$(BIN)/python benchmarks/language_model_step.py
+	$(BIN)/python benchmarks/brier_lm.py
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict --quiet
