@@ -96,7 +96,7 @@ def measure(model: CalmForCausalLM, language: Language) -> dict[str, Any]:
     """BrierLM on texts of the language, and the cross-entropy of the next chunk under it, in nats a token."""
     model.eval()
     texts = language.texts(256, LENGTH + 4, torch.Generator().manual_seed(2))
-    accuracy, collision = CalmEstimator(model, LENGTH, 8).estimate(texts, RowNoise(list(range(len(texts)))))
+    accuracy, collision, _ = CalmEstimator(model, LENGTH, 8).estimate(texts, RowNoise(list(range(len(texts)))))
     brier = BrierLM()
     documents = torch.arange(len(texts)).repeat_interleave(accuracy.shape[1])
     brier.add(documents, accuracy.flatten(0, 1), collision.flatten(0, 1))
@@ -148,6 +148,8 @@ def correlation(kind: Any, x: Any, y: Any) -> float:
 def conclude(points: list[dict[str, Any]], label: str, output: Path) -> None:
     """Correlations over the points that have a BrierLM, a JSON and a plot."""
     known = [point for point in points if point["brier_lm"]["value"]]
+    if len(known) < 3:
+        raise SystemExit(f"{len(known)} of {len(points)} models have a BrierLM: too few for a correlation")
     nats = [point["cross_entropy"] for point in known]
     scores = [point["brier_lm"]["value"] for point in known]
     answer = {
@@ -184,6 +186,8 @@ def main() -> None:
     parser.add_argument("--split", default="validation")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
+    if options.what == "softmax" and not (options.models and options.data):
+        parser.error("softmax needs models and --data")
     if options.what == "toy":
         toy(options.output)
     else:

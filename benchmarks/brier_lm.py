@@ -93,7 +93,7 @@ def main() -> None:
     }
     for name, (step, estimator) in cases.items():
         estimate = partial(estimator.estimate, tokens)
-        _, collision = estimate(RowNoise(list(range(ROWS))))
+        _, collision, _ = estimate(RowNoise(list(range(ROWS))))
         ours = seconds(lambda estimate=estimate: estimate(RowNoise(list(range(ROWS)))), options.repeats)
         theirs = seconds(partial(loop, step, tokens), 1)
         print(f"{name}: {ours:.2f} s at once, {theirs:.1f} s in a loop, {theirs / ours:.1f} times")

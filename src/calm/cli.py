@@ -184,7 +184,7 @@ def evaluate(
     ] = Positions.shared,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens that are read at once; by default 512.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows computed at once, at most.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draws and of the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**62, help="Of the draws and of the bootstrap.")] = 0,
     harness: Annotated[
         list[str] | None, typer.Option(metavar="TASK", help="Run a task of lm_eval instead; may be repeated.")
     ] = None,
@@ -202,6 +202,10 @@ def evaluate(
     from calm.models.loading import model_type
 
     logging.disable_progress_bar()
+    if output is not None and output.exists() and not output.is_dir():
+        raise UserError(f"--output should name a directory, and {output} is a file")
+    if limit is not None and not harness:
+        raise UserError("--limit is for a task of lm_eval (--harness)")
     if harness:
         _run_harness(models, harness, limit, batch_size, seed, output, as_json)
     elif data is None:
@@ -230,13 +234,13 @@ def _evaluate_language_models(
     for warning in answer["warnings"]:
         console.warn(warning)
     _keep(output, "scores.json", answer)
-    if output is not None:
-        plot_scores(answer, output / "scores.png")
     if as_json:
         _print_json(answer)
     else:
         for table in console.scores_tables(answer):
             console.stdout.print(table)
+    if output is not None:
+        plot_scores(answer, output / "scores.png")
 
 
 def _evaluate_autoencoder(
@@ -245,6 +249,8 @@ def _evaluate_autoencoder(
     from calm import console
     from calm.evaluate.report import evaluate_autoencoder, plot_robustness
 
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("an autoencoder is evaluated in one process, not under torchrun")
     with console.stderr.status("evaluating") if console.stderr.is_terminal else nullcontext():
         measures = evaluate_autoencoder(model, data, split, batch_size)
     _keep(output, "reconstruction.json", measures)

@@ -1,5 +1,6 @@
 """What a person sees: progress bars and tables on stderr, answers on stdout."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -164,9 +165,9 @@ def scores_tables(answer: dict[str, Any]) -> Iterator[Table]:
 def _interval(score: dict[str, Any]) -> str:
     if score["value"] is None:
         return "no meaning"
-    return f"{score['value']:+.2f}" + (
-        f"\n{score['low']:+.2f} … {score['high']:+.2f}" if score["low"] is not None else ""
-    )
+    digits = _digits(score)
+    low, high = (f"{score[end]:+.{digits}f}" if score[end] is not None else "?" for end in ("low", "high"))
+    return f"{score['value']:+.{digits}f}" + (f"\n{low} … {high}" if score["standard_error"] is not None else "")
 
 
 def _shown(measures: dict[str, Any], key: str) -> str:
@@ -176,8 +177,15 @@ def _shown(measures: dict[str, Any], key: str) -> str:
     if value["value"] is None:  # a BrierLM with a factor that is not above 0
         first = next(n for n in range(1, 5) if measures[f"brier_{n}"]["value"] <= 0)
         return f"below 0\n(Brier-{first}: {_shown(measures, f'brier_{first}')})"
-    error = f" ± {value['standard_error']:.2f}" if value["standard_error"] is not None else ""
-    return f"{value['value']:.2f}{error}"
+    digits = _digits(value)
+    error = f" ± {value['standard_error']:.{digits}f}" if value["standard_error"] is not None else ""
+    return f"{value['value']:.{digits}f}{error}"
+
+
+def _digits(score: dict[str, Any]) -> int:
+    """Decimals that show two figures of the error: two to five."""
+    error = score["standard_error"]
+    return min(max(1 - math.floor(math.log10(error)), 2), 5) if error else 2
 
 
 def cost_tables(costs: list["Cost"], printed: dict[str, tuple[float, float, float]]) -> Iterator[Table]:

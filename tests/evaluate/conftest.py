@@ -19,11 +19,11 @@ BACKBONE = {
 
 @pytest.fixture(scope="session")
 def models(prepared, tmp_path_factory) -> Path:
-    """A directory with saved models of random weights: calm-1, calm-2, calm-4, softmax and autoencoder."""
+    """A directory with saved models of random weights: calm-1 to calm-4, softmax and autoencoder."""
     directory = tmp_path_factory.mktemp("models")
     tokenizer = PreparedData(prepared).tokenizer
     inner = {"vocab_size": tokenizer.vocab_size, "latent_size": 4, "hidden_size": 8, "intermediate_size": 8}
-    for chunk_size in (1, 2, 4):
+    for chunk_size in (1, 2, 3, 4):
         torch.manual_seed(chunk_size)
         config = CalmConfig(
             {**BACKBONE, "initializer_range": 0.5}, {**inner, "chunk_size": chunk_size, "initializer_range": 0.5}

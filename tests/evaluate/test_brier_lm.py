@@ -61,6 +61,10 @@ def test_a_paired_comparison_is_sharper():
     assert one.compute()["brier_1"].standard_error > 1
     with pytest.raises(DataError, match="the same positions"):
         one.compare(filled(*MEANS, documents=49))
+    other.sums[0][0] += 1  # as many positions in all, elsewhere
+    other.sums[1][0] -= 1
+    with pytest.raises(DataError, match="the same positions"):
+        one.compare(other)
 
 
 def test_what_has_no_meaning_is_none_and_not_zero():
@@ -69,6 +73,24 @@ def test_what_has_no_meaning_is_none_and_not_zero():
     assert scores["brier_2"].value < 0
     with pytest.raises(DataError, match="no position was scored"):
         BrierLM().compute()
+
+
+def test_redrawn_samples_without_meaning_are_not_zeros():
+    """Half of the documents never hit four tokens: many redraws have a Brier-4 below 0."""
+    found = filled([0.9, 0.9, 0.9, 0.0], [0.1, 0.1, 0.1, 0.02], documents=4, seed=2)
+    found.sums[0][4] = 1.2  # the accuracy of four tokens in one document carries all
+    score = found.compute()["brier_lm"]
+    assert score.value > 0
+    assert score.low is None
+    assert score.high > score.value
+
+
+def test_one_document_has_no_errors():
+    found = filled(*MEANS, documents=1)
+    score = found.compute()["brier_1"]
+    assert score.value is not None
+    assert (score.standard_error, score.low, score.high) == (None, None, None)
+    assert "one document only" in found.warnings()[0]
 
 
 def test_a_deterministic_sampler_is_noticed():
@@ -94,15 +116,21 @@ def test_any_black_box():
         assert abs(score.value - 100 * 0.5**n) < 4 * score.standard_error
     with pytest.raises(ConfigError, match="at least 2, not 1"):
         evaluate_sampler(draw, documents, num_samples=1)
-    with pytest.raises(DataError, match=r"should return ids of shape \(64, 2, 4\), not \(3,\)"):
+    with pytest.raises(DataError, match=r"whole numbers of shape \(64, 2, 4\), not torch.int64 of \(3,\)"):
         evaluate_sampler(lambda *_: [1, 2, 3], documents)
+    with pytest.raises(DataError, match=r"not torch.float32"):
+        evaluate_sampler(lambda prefixes, n: torch.full((len(prefixes), n, 4), torch.nan), documents)
+    with pytest.raises(ConfigError, match="at least 1, not 0"):
+        evaluate_sampler(draw, documents, stride=0)
+    tensors = evaluate_sampler(lambda prefixes, n: torch.zeros(len(prefixes), n, 4).long(), torch.zeros(3, 9).long())
+    assert tensors.compute()["accuracy_4"].value == 100
 
 
 def test_every_start_is_in_exactly_one_window():
     for size in (3, 7, 8, 9, 20, 61, 64, 68, 69):
         tokens = np.arange(100, 100 + size)
         starts = []
-        for window in windows_of([Document(0, tokens)], length=16, unit=4):
+        for window in windows_of([Document(0, tokens)], length=16, least=2):
             offset = int(window.tokens[0]) - 100
             starts += [offset + s for s in range(4, 17, 4) if s + 4 <= len(window.tokens)]
         assert starts == [s for s in range(4, size, 4) if s + 4 <= size]
@@ -120,21 +148,21 @@ class Watching:
         self.rows += tokens.tolist()
         starts = range(self.chunk_size, self.length + 1, self.chunk_size)
         values = torch.tensor([[[row[s]] * 4 for s in starts] for row in tokens.tolist()]).float()
-        return values, torch.zeros_like(values)
+        return values, torch.zeros_like(values), None
 
 
 @pytest.mark.parametrize(("positions", "expected"), [("shared", 8), ("own", 2), ("every", 1)])
 def test_positions(positions, expected):
     document = Document(3, np.arange(1000, 1050))
     estimator = Watching(2)
-    found = evaluate_documents(estimator, [document], positions=positions, largest_chunk=8, fill_id=0)
+    found = evaluate_documents(estimator, [document], positions=positions, unit=8, fill_id=0)
     starts = list(range(expected, 50 - 3, expected))
     assert found.brier.positions == len(starts)
     total = found.brier.sums[3]
     assert total[1] == sum(1000 + s for s in starts)
-    again = evaluate_documents(Watching(2), [document], positions=positions, largest_chunk=8, batch_size=1)
+    again = evaluate_documents(Watching(2), [document], positions=positions, unit=8, batch_size=1)
     ranks = [
-        evaluate_documents(Watching(2), [document], positions=positions, largest_chunk=8, rank=r, world_size=3).brier
+        evaluate_documents(Watching(2), [document], positions=positions, unit=8, rank=r, world_size=3).brier
         for r in range(3)
     ]
     assert again.brier.compute() == found.brier.compute() == BrierLM().merge(ranks).compute()

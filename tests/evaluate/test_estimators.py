@@ -6,8 +6,16 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
+from calm.errors import UserError
 from calm.evaluate import estimators as module
 from calm.evaluate.branches import Branches
 from calm.evaluate.estimators import CalmEstimator, SoftmaxEstimator
@@ -109,13 +117,18 @@ def test_softmax_is_exact_where_prefixes_can_be_enumerated_and_else_unbiased(mon
     tokens = torch.randint(V, (2, LENGTH + 4), generator=torch.Generator().manual_seed(1))
     probability = softmax_probability(model)
     with torch.no_grad():
-        accuracy, collision = SoftmaxEstimator(model, LENGTH, 2).estimate(tokens, RowNoise([0, 1]))
+        accuracy, collision, nats = SoftmaxEstimator(model, LENGTH, 2).estimate(tokens, RowNoise([0, 1]))
+        torch.testing.assert_close(nats, -accuracy[..., 0].log())
         for row, start in itertools.product(range(2), range(1, LENGTH + 1)):
             expected = exact(probability, tokens[row].tolist(), start)
             torch.testing.assert_close(accuracy[row, start - 1], torch.tensor(expected[0]), rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(collision[row, start - 1], torch.tensor(expected[1]), rtol=1e-4, atol=1e-6)
+        monkeypatch.setattr(module, "MOST_BRANCHES", 20)  # in slices it is the same
+        sliced = SoftmaxEstimator(model, LENGTH, 2).estimate(tokens, RowNoise([0, 1]))
+        torch.testing.assert_close(sliced.collision, collision)
         monkeypatch.setattr(module, "ENUMERABLE", 0)
-        check(SoftmaxEstimator(model, LENGTH, 2), probability, tokens, rounds=400)
+        for num_samples in (2, 7):
+            check(SoftmaxEstimator(model, LENGTH, num_samples), probability, tokens, rounds=400)
 
 
 def expected_score(probability, other, prefix) -> torch.Tensor:
@@ -133,24 +146,35 @@ def expected_score(probability, other, prefix) -> torch.Tensor:
     return torch.tensor(found)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 4, 8])
-def test_a_perturbed_model_scores_less_and_the_estimate_follows(chunk_size):
+def perturbed(kind, factor):
+    """A model of known probabilities that is true, too sure of itself, or wrong: estimator and probability."""
+    if kind == "softmax":
+        model = softmax_model()
+        model.lm_head.weight.data.mul_(factor)
+        return SoftmaxEstimator(model, LENGTH, 2), softmax_probability(model)
+    model, weights = known_calm(kind)
+    weights.mul_(factor)
+    return CalmEstimator(model, LENGTH, 2), calm_probability(model, weights)
+
+
+@pytest.mark.parametrize("kind", [1, 2, 4, 8, "softmax"])
+def test_a_perturbed_model_scores_less_and_the_estimate_follows(kind, monkeypatch):
     """Every text of 4 tokens stands in the batch, weighted by its true probability: only the samples are random."""
     torch.manual_seed(1)
     prefix = torch.randint(V, (LENGTH,)).tolist()
     texts = list(itertools.product(range(V), repeat=4))
     tokens = torch.tensor([[*prefix, *text] for text in texts])
-    truth = calm_probability(*known_calm(chunk_size))
+    monkeypatch.setattr(module, "ENUMERABLE", 0)
+    _, truth = perturbed(kind, 1.0)
     weights = torch.tensor([exact(truth, [*prefix, *text], LENGTH)[0][3] for text in texts])
     scores, rounds = [], 300
     with torch.no_grad():
         for factor in (1.0, 8.0, -4.0):  # the truth, too sure of itself, and the wrong way round
-            model, matrix = known_calm(chunk_size)
-            matrix.mul_(factor)
-            exactly = expected_score(truth, calm_probability(model, matrix), prefix)
-            estimator, drawn = CalmEstimator(model, LENGTH, 2), []
+            estimator, probability = perturbed(kind, factor)
+            exactly = expected_score(truth, probability, prefix)
+            drawn = []
             for r in range(rounds):
-                accuracy, collision = estimator.estimate(tokens, RowNoise([100 * r + i for i in range(len(texts))]))
+                accuracy, collision, _ = estimator.estimate(tokens, RowNoise([100 * r + i for i in range(len(texts))]))
                 drawn.append((weights[:, None] * (2 * accuracy - collision)[:, -1]).sum(0))
             mean, error = torch.stack(drawn).mean(0), torch.stack(drawn).std(0) / rounds**0.5
             unseen = 3 / (rounds * len(texts))  # what never happened has no error; its probability is at most this
@@ -175,6 +199,9 @@ def test_a_branch_sees_its_own_past_alone(attention):
     texts = [[*tokens[node // 6, : node % 6 + 1].tolist()] for node in range(12)]
     with torch.no_grad():
         branches.read(tokens)
+        branches.plant(0, 3)
+        branches.grow(torch.tensor([1, 4]), rest[:2, 0])  # and forgotten
+        branches.plant(0, 6)
         for step, nodes in enumerate(parents):
             texts = [[*texts[node], rest[number, step].item()] for number, node in enumerate(nodes.tolist())]
             states = branches.grow(nodes, rest[:, step])
@@ -188,5 +215,40 @@ def test_the_noise_of_a_row_is_its_own():
     with torch.no_grad():
         together = CalmEstimator(model, LENGTH, 2).estimate(tokens, RowNoise([5, 6, 7]))
         alone = CalmEstimator(model, LENGTH, 2).estimate(tokens[1:2], RowNoise([6]))
-    for one, other in zip(together, alone, strict=True):
-        assert torch.equal(one[1:2], other)
+    assert torch.equal(together.accuracy[1:2], alone.accuracy)
+    assert torch.equal(together.collision[1:2], alone.collision)
+
+
+def test_all_positions_are_used_and_no_more():
+    """A window, its four tokens behind and all branches fit learnt positions exactly."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=30, n_embd=16, n_head=2, n_layer=1, n_positions=LENGTH + 4 - 1)
+    model = GPT2LMHeadModel(config).eval()
+    model.transformer.wte.weight.data.mul_(50)  # sure of itself: branches go on
+    tokens = torch.randint(30, (2, LENGTH + 4))
+    with torch.no_grad():
+        estimator = SoftmaxEstimator(model, LENGTH, 64)
+        estimator.check()
+        collision = estimator.estimate(tokens, RowNoise([0, 1])).collision
+    assert (collision[:, -1, 3] > 0).all()
+
+
+@pytest.mark.parametrize("kind", ["mpt", "bloom", "mamba"])
+def test_models_that_cannot_be_continued_in_branches_are_refused(kind):
+    sizes = {
+        "mpt": {"d_model": 16, "n_heads": 2, "n_layers": 1},
+        "bloom": {"hidden_size": 16, "n_head": 2, "n_layer": 1},
+        "mamba": {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1},
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, vocab_size=30, initializer_range=0.5, **sizes[kind])
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad(), pytest.raises(UserError, match="cannot be scored"):
+        SoftmaxEstimator(model, LENGTH, 2).check()
+
+
+def test_samples_that_are_not_finite_are_noticed():
+    model, _ = known_calm(2)
+    model.head.sample = lambda hidden, count, noise: torch.full((count, *hidden.shape[:-1], 4), torch.nan)
+    with torch.no_grad(), pytest.raises(UserError, match="not finite"):
+        CalmEstimator(model, LENGTH, 2).estimate(torch.zeros(1, LENGTH + 4, dtype=torch.long), RowNoise([0]))

@@ -63,7 +63,7 @@ def test_likelihoods_are_those_of_the_model(models, prepared):
     for number in range(len(stream.document_lengths)):
         first, last = stream.document_range(number)
         ids = torch.from_numpy(np.array(stream[first:last], dtype=np.int64))
-        for begin in range(0, len(ids) - 5 + 1, 64):
+        for begin in range(0, len(ids) - 1, 64):
             window = ids[begin : begin + 65]
             with torch.no_grad():
                 logits = model(window[None, :-1]).logits[0]
@@ -71,6 +71,20 @@ def test_likelihoods_are_those_of_the_model(models, prepared):
             count += len(window) - 1
     assert measures["cross_entropy"] == pytest.approx(nats / count, rel=1e-4)
     assert measures["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-3)
+    assert count == len(stream) - len(stream.document_lengths)  # all but the first of each document
+    split = data.manifest["splits"]["train"]
+    assert measures["bits_per_byte"] == pytest.approx(
+        nats / count * len(stream) / split["bytes"] / math.log(2), rel=1e-4
+    )
+    beside = evaluate([models / "softmax", models / "calm-4"], prepared, context=64)["models"]["softmax"]
+    for name in ("cross_entropy", "bits_per_byte"):  # whoever else is compared
+        assert beside[name] == measures[name]
+
+
+def test_chunks_that_are_no_multiples_of_each_other(models, prepared):
+    answer = evaluate([models / "calm-3", models / "calm-4"], prepared)
+    assert "multiples of 12" in answer["positions"]
+    assert answer["context"] % 12 == 0
 
 
 @pytest.mark.parametrize("positions", ["shared", "own", "every"])
@@ -102,10 +116,12 @@ def test_a_file_of_text(models, prepared, tmp_path, texts):
     assert again == answer  # to the last digit
 
 
-def test_what_is_not_above_zero_is_said(models, prepared, calm):
-    shown = calm("evaluate", models / "calm-4", "--data", prepared, "--split", "validation")
+def test_what_is_not_above_zero_is_said(models, prepared, calm, tmp_path):
+    out = tmp_path / "out"
+    shown = calm("evaluate", models / "calm-4", "--data", prepared, "--split", "validation", "--output", out)
     assert shown.returncode == 0, shown.stderr
     assert "below 0" in shown.stdout
+    assert (out / "scores.png").exists()
 
 
 def test_bad_input(models, prepared, calm, tmp_path):
@@ -116,8 +132,11 @@ def test_bad_input(models, prepared, calm, tmp_path):
         ((models / "calm-4", "--data", empty), "no position was scored"),
         ((models / "calm-4", "--data", short), "no position was scored"),
         ((models / "calm-4",), "--data is missing"),
-        ((models / "calm-4", "--data", tmp_path / "nowhere"), "nowhere"),
-        ((models / "autoencoder", models / "calm-4", "--data", prepared), "autoencoder"),
+        ((models / "calm-4", "--data", tmp_path / "nowhere"), "no such file"),
+        ((models / "autoencoder", models / "calm-4", "--data", prepared), "holds an autoencoder"),
+        ((models / "calm-4", models / "calm-4", "--data", prepared), "named twice"),
+        ((models / "calm-4", "--data", prepared, "--output", empty), "should name a directory"),
+        ((models / "calm-4", "--data", prepared, "--limit", 3), "--limit is for a task"),
     ]
     for arguments, message in cases:
         failed = calm("evaluate", *arguments)

@@ -26,8 +26,8 @@ BRIER_LM = "brier_lm"
 class Score:
     """A number with its standard error and its 95% interval.
 
-    All are None for a BrierLM without meaning, one of whose factors is not above 0; the errors also where documents
-    were not drawn again.
+    All are None for a BrierLM without meaning, one of whose factors is not above 0. The errors are None where there is
+    one document only, and the lower end where more than 2.5% of redrawn samples have no meaning.
     """
 
     value: float | None
@@ -37,19 +37,18 @@ class Score:
 
     @classmethod
     def of(cls, value: float, redrawn: np.ndarray) -> "Score":
-        """From the value, NaN where it has no meaning, and those of redrawn samples."""
-        if math.isnan(value):
-            return cls(None, None, None, None)
-        if len(redrawn) < 2:
-            return cls(value, None, None, None)
-        low, high = np.quantile(redrawn, (0.025, 0.975)).tolist()
-        return cls(value, float(redrawn.std(ddof=1)), low, high)
+        """From the value and those of redrawn samples; NaN stands for what has no meaning."""
+        known = redrawn[~np.isnan(redrawn)]
+        if math.isnan(value) or len(known) < 2:
+            return cls(None if math.isnan(value) else value, None, None, None)
+        low, high = np.quantile(np.nan_to_num(redrawn, nan=-np.inf), (0.025, 0.975), method="lower").tolist()
+        return cls(value, float(known.std(ddof=1)), None if math.isinf(low) else low, high)
 
 
 def geometric_mean(values: np.ndarray) -> np.ndarray:
-    """Over the last axis; 0 where a factor is not positive."""
-    positive = (values > 0).all(-1)
-    return np.where(positive, np.exp(np.log(np.where(values > 0, values, 1.0)).mean(-1)), 0.0)
+    """Over the last axis; 0 where a factor is 0, NaN where one is below."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.exp(np.log(values).mean(-1))
 
 
 class BrierLM:
@@ -80,30 +79,30 @@ class BrierLM:
     def compute(self, seed: int = 0, redraws: int = REDRAWS) -> dict[str, Any]:
         """Every score, times 100, with standard error and interval by a bootstrap over documents."""
         table = self._table()
-        whole = _values(table)
-        redrawn = _scores(_weights(len(table), redraws, seed) @ table)
-        scores = {name: Score.of(value, redrawn[name]) for name, value in whole.items()}
+        redrawn = _scores(_redrawn(table, redraws, seed))
+        scores = {name: Score.of(float(value[0]), redrawn[name]) for name, value in _scores(table.sum(0)[None]).items()}
         return {"documents": len(table), "positions": self.positions, **scores}
 
     def compare(self, other: "BrierLM", seed: int = 0, redraws: int = REDRAWS) -> dict[str, Score]:
         """This minus the other, on the same documents: the paired interval of every difference."""
-        if self.sums.keys() != other.sums.keys() or self.positions != other.positions:
-            raise DataError("a paired comparison needs the same positions of the same documents")
         mine, theirs = self._table(), other._table()
-        weights = _weights(len(mine), redraws, seed)
-        one, two = _values(mine), _values(theirs)
-        more, less = _scores(weights @ mine), _scores(weights @ theirs)
-        return {name: Score.of(one[name] - two[name], more[name] - less[name]) for name in one}
+        if self.sums.keys() != other.sums.keys() or not np.array_equal(mine[:, 0], theirs[:, 0]):
+            raise DataError("a paired comparison needs the same positions of the same documents")
+        one, two = (_scores(table.sum(0)[None]) for table in (mine, theirs))
+        more, less = (_scores(_redrawn(table, redraws, seed)) for table in (mine, theirs))
+        return {name: Score.of(float(one[name][0] - two[name][0]), more[name] - less[name]) for name in one}
 
     def warnings(self) -> list[str]:
         """What a reader of the scores should know."""
-        collisions = self._table().sum(0)[1 + LONGEST :] / self.positions
-        if collisions[0] > SUSPICIOUS:
-            return [
-                f"the draws coincide at {collisions[0]:.0%} of positions: a sampler that always says the same has no "
+        table, found = self._table(), []
+        if len(table) < 2:
+            found.append("there is one document only, so there are no errors and intervals: they come from many")
+        if (coinciding := table.sum(0)[1 + LONGEST] / self.positions) > SUSPICIOUS:
+            found.append(
+                f"the draws coincide at {coinciding:.0%} of positions: a sampler that always says the same has no "
                 "distribution to score; is its temperature 0?"
-            ]
-        return []
+            )
+        return found
 
     def _table(self) -> np.ndarray:
         if not self.positions:
@@ -111,24 +110,25 @@ class BrierLM:
         return np.stack([self.sums[name] for name in sorted(self.sums)])
 
 
-def _weights(documents: int, redraws: int, seed: int) -> np.ndarray:
-    """How often each document is drawn in each redrawn sample: (redraws, documents)."""
-    return np.random.default_rng(seed).multinomial(documents, np.full(documents, 1 / documents), size=redraws)
-
-
-def _values(table: np.ndarray) -> dict[str, float]:
-    """The scores of all documents; NaN for a BrierLM that one of its factors leaves without meaning."""
-    found = {name: float(values[0]) for name, values in _scores(table.sum(0)[None]).items()}
-    return found if found[BRIER_LM] > 0 else {**found, BRIER_LM: math.nan}
+def _redrawn(table: np.ndarray, redraws: int, seed: int) -> np.ndarray:
+    """Sums over documents (D, 9) that are drawn again, as many as there are: (redraws, 9); of one document none."""
+    documents = len(table)
+    if documents < 2:
+        return np.empty((0, table.shape[1]))
+    generator, share = np.random.default_rng(seed), np.full(documents, 1 / documents)
+    return np.stack([generator.multinomial(documents, share) @ table for _ in range(redraws)])
 
 
 def _scores(sums: np.ndarray) -> dict[str, np.ndarray]:
-    """Sums of samples (R, 9) → each score (R,), times 100."""
-    counts = np.maximum(sums[:, :1], 1)
+    """Sums of samples (R, 9) → each score (R,), times 100; NaN for a BrierLM one of whose factors is not above 0."""
+    counts = sums[:, :1]
     accuracy, collision = 100 * sums[:, 1 : 1 + LONGEST] / counts, 100 * sums[:, 1 + LONGEST :] / counts
     kinds = {BRIER: 2 * accuracy - collision, ACCURACY: accuracy, COLLISION: collision}
     found = {}
     for kind, values in kinds.items():
-        found[BRIER_LM if kind == BRIER else kind] = geometric_mean(values)
+        if kind == BRIER:
+            found[BRIER_LM] = np.where((values > 0).all(-1), geometric_mean(values), np.nan)
+        else:
+            found[kind] = geometric_mean(values)
         found |= {f"{kind}_{n}": values[:, n - 1] for n in range(1, LONGEST + 1)}
     return found

@@ -1,7 +1,7 @@
 """Accuracy P(y) and collision Σ P(x)² of the four tokens behind each chunk border of a text, for every kind of model.
 
 An estimator has `chunk_size`, `length` (tokens that it reads at once) and `estimate(tokens, noise)`: ids
-(B, length + 4) → two tensors (B, length / K, 4) for the starts K, 2K, …, length. Both are unbiased:
+(B, length + 4) → estimates for the starts K, 2K, …, length. Both are unbiased:
 
     CALM      accuracy: the product of the shares of samples that hit at each step, all on the true text;
               collision: of all pairs of samples, those that agree go on, each with a sample of its own
@@ -9,18 +9,31 @@ An estimator has `chunk_size`, `length` (tokens that it reads at once) and `esti
               exact; all of it is exact where prefixes can be enumerated
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from calm.evaluate.branches import Branches, BranchNoise
+from calm.errors import UserError
+from calm.evaluate.branches import Branches, BranchNoise, check_branches
 from calm.models.calm import CalmForCausalLM
 from calm.noise import RowNoise
 from calm.scores.brier import LONGEST
 
 ENUMERABLE = 512  # prefixes of three tokens that are enumerated rather than sampled
 SURE_WEIGHT = 0.25  # a prefix that is at least so probable always goes on
+MOST_BRANCHES = 1024  # of a text, in one generation
+MOST_PAIRS = 2**23  # of samples of a text, compared at once
+MOST_DRAWS = 64  # samples of a position that are computed at once
+
+
+class Estimates(NamedTuple):
+    accuracy: Tensor  # (B, length / K, 4)
+    collision: Tensor  # (B, length / K, 4)
+    nats: Tensor | None = None  # of a softmax model, of each next token: (B, length)
 
 
 class CalmEstimator:
@@ -28,13 +41,24 @@ class CalmEstimator:
         self.model, self.length, self.num_samples = model, length, num_samples
         self.chunk_size = model.config.chunk_size
 
-    def estimate(self, tokens: Tensor, noise: RowNoise) -> tuple[Tensor, Tensor]:
+    def check(self) -> None:
+        if self.chunk_size < LONGEST:
+            chunks = torch.arange(6 * self.chunk_size, device=self.model.device) % self.model.config.vocab_size
+            check_branches(self._forward, self.model.embed(chunks.view(1, 6, self.chunk_size)))
+
+    def estimate(self, tokens: Tensor, noise: RowNoise) -> Estimates:
         starts = self.length // self.chunk_size
         ahead = (LONGEST - 1) // self.chunk_size  # chunks that the last start reads to the end of its four tokens
         branches = Branches(self._forward)
         text = self.model.chunks(tokens[:, : self.length + ahead * self.chunk_size])  # (B, L, K)
         samples = self._draw(branches.read(self.model.embed(text)), noise)  # (B, L, S, K)
-        return self._accuracy(samples, tokens)[:, :starts], self._collision(branches, samples, noise)[:, :starts]
+        parts = []
+        for first, last in _slices(
+            starts, min(2 * MOST_BRANCHES // self.num_samples, MOST_PAIRS // self.num_samples**2)
+        ):
+            branches.plant(first, last)
+            parts.append(self._collision(branches, samples[:, first:last], noise))
+        return Estimates(self._accuracy(samples, tokens)[:, :starts], torch.cat(parts, dim=1))
 
     def _accuracy(self, samples: Tensor, tokens: Tensor) -> Tensor:
         length, size = samples.shape[1], self.chunk_size
@@ -69,19 +93,27 @@ class CalmEstimator:
             if n == LONGEST or not len(parents):
                 break
             start = start[parents]
-            hidden = branches.grow(parents, self._embed(chunks))
+            hidden = branches.grow(parents, self.model.embed(chunks))
             samples = self._draw(hidden, BranchNoise(noise, branches.counts))
         return (agreeing / (count * (count - 1) / 2)).unflatten(0, where)
 
     def _draw(self, hidden: Tensor, noise: RowNoise) -> Tensor:
         """Chunks that follow states: (..., H) → (..., S, K)."""
-        return self.model.autoencoder.tokens(self.model.head.sample(hidden, self.num_samples, noise)).movedim(0, -2)
-
-    def _embed(self, chunks: Tensor) -> Tensor:
-        return self.model.embed(chunks[None])[0]
+        drawn = []
+        for first, last in _slices(self.num_samples, MOST_DRAWS):
+            latents = self.model.head.sample(hidden, last - first, noise)
+            if not bool(latents.isfinite().all()):
+                raise UserError("the model's samples are not finite numbers: its weights are damaged")
+            drawn.append(self.model.autoencoder.tokens(latents))
+        return torch.cat(drawn).movedim(0, -2)
 
     def _forward(self, inputs: Tensor, **kwargs) -> Tensor:
         return self.model.backbone(inputs_embeds=inputs, use_cache=True, **kwargs).last_hidden_state
+
+
+def _slices(count: int, most: int) -> list[tuple[int, int]]:
+    most = max(most, 1)
+    return [(first, min(first + most, count)) for first in range(0, count, most)]
 
 
 def _groups(same: Tensor, samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,19 +130,27 @@ class SoftmaxEstimator:
     def __init__(self, model: PreTrainedModel, length: int, num_samples: int):
         """One sampled prefix takes the place of a pair of samples."""
         self.model, self.length, self.num_prefixes = model, length, num_samples // 2
-        self.nats: Tensor | None = None  # of each next token of the last texts
 
-    def estimate(self, tokens: Tensor, noise: RowNoise) -> tuple[Tensor, Tensor]:
+    def check(self) -> None:
+        vocabulary = self.model.config.get_text_config().vocab_size
+        check_branches(self._forward, torch.arange(6, device=self.model.device)[None] % vocabulary)
+
+    def estimate(self, tokens: Tensor, noise: RowNoise) -> Estimates:
         branches = Branches(self._forward)
         logits = branches.read(tokens[:, : self.length + LONGEST - 1]).float().log_softmax(-1)  # (B, L, V)
         chosen = logits.gather(-1, tokens[:, 1 : self.length + LONGEST, None])[..., 0]
-        self.nats = -chosen
         accuracy = chosen.unfold(1, LONGEST, 1).cumsum(-1).exp()  # (B, length, 4)
-        return accuracy, self._collision(branches, logits, noise)[:, : self.length]
+        exact = logits.shape[-1] ** (LONGEST - 1) <= ENUMERABLE
+        choose = _every_prefix if exact else self._some_prefixes
+        growth = logits.shape[-1] ** (LONGEST - 1) if exact else self.num_prefixes
+        parts = []
+        for first, last in _slices(self.length, MOST_BRANCHES // growth):
+            branches.plant(first, last)
+            parts.append(self._collision(branches, logits[:, first:last], choose, noise))
+        return Estimates(accuracy, torch.cat(parts, dim=1), -chosen[:, : self.length])
 
-    def _collision(self, branches: Branches, logits: Tensor, noise: RowNoise) -> Tensor:
-        where, vocabulary = logits.shape[:2], logits.shape[-1]
-        exact = vocabulary ** (LONGEST - 1) <= ENUMERABLE
+    def _collision(self, branches: Branches, logits: Tensor, choose: Callable, noise: RowNoise) -> Tensor:
+        where = logits.shape[:2]
         logits = logits.flatten(0, 1)  # (A, V)
         start = torch.arange(len(logits), device=logits.device)
         weight = torch.ones(len(logits), device=logits.device)
@@ -120,43 +160,38 @@ class SoftmaxEstimator:
             collision[:, n].index_add_(0, start, weight * torch.linalg.vector_norm(probabilities, dim=-1).square())
             if n == LONGEST - 1:
                 break
-            if exact:
-                parents, tokens, weight = _every_prefix(probabilities, weight)
-            else:
-                copies = self.num_prefixes if n == 0 else 1
-                uniform = BranchNoise(noise, branches.counts).uniform(copies, 2)
-                sure = SURE_WEIGHT / self.num_prefixes
-                parents, tokens, weight = _some_prefixes(probabilities, weight / copies, uniform, sure)
+            parents, tokens, weight = choose(probabilities, weight, BranchNoise(noise, branches.counts), n == 0)
             if not len(parents):
                 break
             start = start[parents]
             logits = branches.grow(parents, tokens).float()
         return collision.unflatten(0, where)
 
+    def _some_prefixes(
+        self, probabilities: Tensor, weight: Tensor, noise: RowNoise, first: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens drawn behind each node, at the start `num_prefixes` of them, weighted by their probability.
+
+        What weighs little goes on more rarely, and weighs more if it does: the expectation stays.
+        """
+        copies = self.num_prefixes if first else 1
+        uniform = noise.uniform(copies, 2)  # (A, copies, 2)
+        tokens = _draw(probabilities, uniform[..., 0])  # (A, copies)
+        weight = weight[:, None] / copies * probabilities.gather(-1, tokens)
+        going_on = (weight * self.num_prefixes / SURE_WEIGHT).clamp(max=1)
+        parents, which = (uniform[..., 1] < going_on).nonzero(as_tuple=True)
+        return parents, tokens[parents, which], (weight / going_on)[parents, which]
+
     def _forward(self, inputs: Tensor, **kwargs) -> Tensor:
         return self.model(input_ids=inputs, use_cache=True, **kwargs).logits
 
 
-def _every_prefix(probabilities: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _every_prefix(probabilities: Tensor, weight: Tensor, *_) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens behind all nodes; the weight is the probability of a prefix, squared."""
     nodes, vocabulary = probabilities.shape
     parents = torch.arange(nodes, device=weight.device).repeat_interleave(vocabulary)
     tokens = torch.arange(vocabulary, device=weight.device).repeat(nodes)
     return parents, tokens, (weight[:, None] * probabilities.square()).flatten()
-
-
-def _some_prefixes(
-    probabilities: Tensor, weight: Tensor, uniform: Tensor, sure: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens drawn behind each node, weighted by their probability; (A, C, 2) uniform numbers draw C of them.
-
-    What weighs less than `sure` goes on more rarely, and weighs more if it does: the expectation stays.
-    """
-    tokens = _draw(probabilities, uniform[..., 0])  # (A, C)
-    weight = weight[:, None] * probabilities.gather(-1, tokens)
-    going_on = (weight / sure).clamp(max=1)
-    parents, which = (uniform[..., 1] < going_on).nonzero(as_tuple=True)
-    return parents, tokens[parents, which], (weight / going_on)[parents, which]
 
 
 def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:

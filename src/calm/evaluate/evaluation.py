@@ -30,7 +30,7 @@ class Estimator(Protocol):
     chunk_size: int
     length: int
 
-    def estimate(self, tokens: Tensor, noise: RowNoise) -> tuple[Tensor, Tensor]: ...
+    def estimate(self, tokens: Tensor, noise: RowNoise) -> tuple[Tensor, Tensor, Tensor | None]: ...
 
 
 @dataclass
@@ -40,9 +40,9 @@ class Likelihood:
     nats: float = 0.0
     tokens: int = 0
 
-    def add(self, nats: Tensor, batch: Sequence[Window], length: int) -> None:
+    def add(self, nats: Tensor, batch: Sequence[Window]) -> None:
         for row, window in zip(nats, batch, strict=True):
-            known = min(len(window.tokens) - 1, length)
+            known = min(len(window.tokens) - 1, len(row))
             self.nats += row[:known].double().sum().item()
             self.tokens += known
 
@@ -57,20 +57,13 @@ class Found:
     likelihood: Likelihood = field(default_factory=Likelihood)
 
 
-def stride_of(positions: Positions, chunk_size: int, largest: int) -> int:
-    """How far apart scored starts are in one reading of the text."""
-    if largest % chunk_size:
-        raise ConfigError(f"chunks of {chunk_size} and of {largest} tokens share no regular starts; use positions own")
-    return largest if positions == "shared" else chunk_size
-
-
 @torch.no_grad()
 def evaluate_documents(
     estimator: Estimator,
     documents: Iterable[Document],
     *,
     positions: Positions = "shared",
-    largest_chunk: int | None = None,
+    unit: int = 1,
     fill_id: int = 0,
     batch_size: int = 8,
     seed: int = 0,
@@ -79,20 +72,25 @@ def evaluate_documents(
     world_size: int = 1,
     report: Callable[[int], None] = lambda tokens: None,
 ) -> Found:
-    """Score every start; of several processes each takes its turn at the windows, and sees only those."""
+    """Score every start, with positions `shared` every `unit` tokens.
+
+    Of several processes each takes its turn at the windows, and sees only those.
+    """
     size, found = estimator.chunk_size, Found()
-    stride = stride_of(positions, size, largest_chunk or size)
-    if estimator.length % stride:
-        raise ConfigError(f"a context of {estimator.length} tokens is no multiple of {stride}")
+    stride = unit if positions == "shared" else size
+    if unit % size or estimator.length % stride:
+        raise ConfigError(
+            f"chunks of {size}, starts every {unit} and a context of {estimator.length} tokens do not fit"
+        )
     shifts = range(size if positions == "every" else 1)
-    windows = _windows(documents, estimator.length, stride, shifts, fill_id)
+    windows = _windows(documents, estimator.length, shifts, fill_id)
     mine = (window for number, window in enumerate(windows) if number % world_size == rank)
     for batch in _batches(mine, batch_size):
         tokens = np.full((len(batch), estimator.length + LONGEST), fill_id, dtype=np.int64)
         for row, window in zip(tokens, batch, strict=True):
             row[: len(window.tokens)] = window.tokens
         noise = RowNoise(row_seeds(np.array([window.number for window in batch]), seed, 7), device)
-        accuracy, collision = estimator.estimate(torch.from_numpy(tokens).to(device), noise)
+        accuracy, collision, nats = estimator.estimate(torch.from_numpy(tokens).to(device), noise)
         if not bool(accuracy.isfinite().all() & collision.isfinite().all()):
             raise UserError("the model's probabilities are not finite numbers; its weights are damaged")
         starts = np.arange(size, estimator.length + 1, size)
@@ -100,29 +98,26 @@ def evaluate_documents(
         wanted = torch.from_numpy((starts % stride == 0) & (starts + LONGEST <= lengths)).to(device)
         names = torch.tensor([[window.document] for window in batch], device=device).expand_as(wanted)
         found.brier.add(names[wanted], accuracy[wanted], collision[wanted])
-        if (nats := getattr(estimator, "nats", None)) is not None:
-            found.likelihood.add(nats, batch, estimator.length)
-        report(int(lengths.sum()))
+        if nats is not None:
+            found.likelihood.add(nats, batch)
+        report(int(lengths.clip(max=estimator.length).sum()) // len(shifts))
     return found
 
 
-def _windows(
-    documents: Iterable[Document], length: int, stride: int, shifts: Iterable[int], fill_id: int
-) -> Iterator[Window]:
-    """The windows of every document, read once for each shift of its beginning."""
-    shifts = list(shifts)
+def _windows(documents: Iterable[Document], length: int, shifts: Sequence[int], fill_id: int) -> Iterator[Window]:
+    """The windows of every document, read once for each shift of its beginning. Two tokens have a likelihood."""
     for document in documents:
         for shift in shifts:
             moved = np.concatenate([np.full(shift, fill_id), document.tokens])
-            for window in windows_of([Document(document.number, moved)], length, stride):
+            for window in windows_of([Document(document.number, moved)], length, 2):
                 number = (document.number << 32) + window.number * len(shifts) + shift
                 yield Window(number, document.number, window.tokens)
 
 
-def _batches(windows: Iterable[Window], size: int) -> Iterator[list[Window]]:
-    batch: list[Window] = []
-    for window in windows:
-        batch.append(window)
+def _batches(things: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    batch: list[Any] = []
+    for thing in things:
+        batch.append(thing)
         if len(batch) == size:
             yield batch
             batch = []
@@ -145,30 +140,35 @@ def evaluate_sampler(
     """
     if num_samples < 2:
         raise ConfigError(f"a collision takes two: num_samples must be at least 2, not {num_samples}")
+    if stride < 1:
+        raise ConfigError(f"scores start every `stride` tokens: it must be at least 1, not {stride}")
     brier = BrierLM()
 
     def places() -> Iterator[tuple[int, list[int], list[int]]]:
         for number, document in enumerate(documents):
-            tokens = list(document)
+            tokens = [int(token) for token in document]
             for start in range(stride, len(tokens) - LONGEST + 1, stride):
                 yield number, tokens[:start], tokens[start : start + LONGEST]
 
-    for batch in _batches(places(), batch_size):  # pyright: ignore
+    for batch in _batches(places(), batch_size):
         names, prefixes, targets = zip(*batch, strict=True)
-        drawn = torch.as_tensor(draw_continuations(list(prefixes), num_samples))
-        if drawn.shape != (len(batch), num_samples, LONGEST):
-            wanted = (len(batch), num_samples, LONGEST)
-            raise DataError(f"draw_continuations should return ids of shape {wanted}, not {tuple(drawn.shape)}")
+        drawn = torch.as_tensor(draw_continuations(list(prefixes), num_samples)).cpu()
+        wanted = (len(batch), num_samples, LONGEST)
+        if drawn.shape != wanted or drawn.is_floating_point():
+            raise DataError(
+                f"draw_continuations should return whole numbers of shape {wanted}, not {drawn.dtype} of "
+                f"{tuple(drawn.shape)}"
+            )
         accuracy, collision = accuracy_and_collision(drawn.movedim(1, 0), torch.tensor(targets))
         brier.add(torch.tensor(names), accuracy, collision)
     return brier
 
 
-def likelihood_measures(likelihood: Likelihood, text_bytes: int) -> dict[str, float]:
-    """Cross-entropy in nats a token, perplexity, and bits a byte of the text."""
+def likelihood_measures(likelihood: Likelihood, tokens: int, text_bytes: int) -> dict[str, float]:
+    """Cross-entropy in nats a token, perplexity, and bits a byte of a text with so many tokens and bytes."""
     nats = likelihood.nats / max(likelihood.tokens, 1)
     return {
         "cross_entropy": nats,
         "perplexity": math.exp(min(nats, 700.0)),
-        "bits_per_byte": likelihood.nats / math.log(2) / max(text_bytes, 1),
+        "bits_per_byte": nats * tokens / math.log(2) / max(text_bytes, 1),
     }

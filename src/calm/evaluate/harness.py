@@ -22,7 +22,7 @@ from calm.data.loader import mix
 from calm.data.tokenizer import load_tokenizer
 from calm.errors import UserError, did_you_mean
 from calm.models.configuration import CalmConfig
-from calm.models.loading import load_calm, load_softmax, model_type
+from calm.models.loading import load_calm, model_type
 from calm.sampling.generator import Generation
 
 NEW_TOKENS = 256  # where a task does not say
@@ -42,34 +42,41 @@ class HarnessModel(LM):
         self.seed = int(seed)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        answers: list[str] = []
+        asked: list[Any] = [normalize_gen_kwargs(dict(cast(Any, request.args)[1]), NEW_TOKENS) for request in requests]
+        lengths: dict[int, list[int]] = {}  # how many tokens are wanted → the numbers of requests
+        for number, wanted in enumerate(asked):
+            lengths.setdefault(int(wanted["max_gen_toks"]), []).append(number)
+        answers = [""] * len(requests)
         with tqdm(total=len(requests), desc="generate_until") as bar:
-            for first in range(0, len(requests), self.batch_size):
-                batch = requests[first : first + self.batch_size]
-                answers += self._continue([request.args for request in batch], first)  # pyright: ignore
-                bar.update(len(batch))
+            for new_tokens, numbers in lengths.items():
+                for first in range(0, len(numbers), self.batch_size):
+                    batch = numbers[first : first + self.batch_size]
+                    prompts = [self._prompt(cast(Any, requests[number].args)[0], new_tokens) for number in batch]
+                    stops = [[stop for stop in asked[number].get("until") or [] if stop] for number in batch]
+                    texts = self._continue(prompts, stops, batch, new_tokens)
+                    for number, text in zip(batch, texts, strict=True):
+                        answers[number] = text
+                    bar.update(len(batch))
         return answers
 
-    def _continue(self, batch: list[tuple[str, dict[str, Any]]], first: int) -> list[str]:
-        kwargs: list[Any] = [normalize_gen_kwargs(dict(asked), NEW_TOKENS) for _, asked in batch]
-        stops = [[stop for stop in asked.get("until") or [] if stop] for asked in kwargs]
-        wanted = [int(asked["max_gen_toks"]) for asked in kwargs]
+    def _continue(self, prompts: list[list[int]], stops: list[list[str]], numbers: list[int], new_tokens: int):
+        """Texts that follow prompts, each up to its first stop; their numbers seed their noise."""
         generation = Generation(
             self.model,
-            [self._prompt(text, max(wanted)) for text, _ in batch],
-            [int(mix(self.seed, 8, first + place) >> 1) for place in range(len(batch))],
-            max_new_tokens=max(wanted),
+            prompts,
+            [int(mix(self.seed, 8, number) >> 1) for number in numbers],
+            max_new_tokens=new_tokens,
             end_id=self.tokenizer.end_id,
             fill_id=self.tokenizer.fill_id,
         )
-        ids: list[list[int]] = [[] for _ in batch]
-        texts = [""] * len(batch)
+        ids: list[list[int]] = [[] for _ in prompts]
+        texts = [""] * len(prompts)
         while generation.running:
-            for number, new in generation.step().items():
-                ids[number] += new
-                texts[number] = self.tokenizer.decode(ids[number][: wanted[number]])
-                if any(stop in texts[number] for stop in stops[number]) or len(ids[number]) >= wanted[number]:
-                    generation.end([number])
+            for place, new in generation.step().items():
+                ids[place] += new
+                texts[place] = self.tokenizer.decode(ids[place])
+                if any(stop in texts[place] for stop in stops[place]):
+                    generation.end([place])
         return [_cut(text, stop) for text, stop in zip(texts, stops, strict=True)]
 
     def _prompt(self, text: str, new_tokens: int) -> list[int]:
@@ -107,21 +114,20 @@ def _cut(text: str, stops: list[str]) -> str:
 
 
 def run_harness(directory: Path, tasks: list[str], limit: int | None, batch_size: int, seed: int) -> dict[str, Any]:
-    """Results of tasks (names, or YAML files) for a CALM or a softmax model."""
-    manager: Any = cast(Any, TaskManager)()
-    if unknown := [task for task in tasks if not Path(task).is_file() and not manager.match_tasks([task])]:
-        raise UserError(f"lm_eval has no task {unknown[0]!r}" + did_you_mean(unknown[0], manager.all_tasks))
-    model: LM
-    if model_type(directory) == CalmConfig.model_type:
-        model = cast(Any, HarnessModel)(str(directory), batch_size, seed)
-    else:
-        load_softmax(directory)  # whatever is wrong with it is said here
-        model = cast(Any, HFLM)(pretrained=str(directory), batch_size=batch_size, device=_device())
+    """Results of tasks (names, patterns, or YAML files) for a CALM or a softmax model."""
+    files = [Path(task) for task in tasks if Path(task).is_file()]
     try:
-        wanted = [yaml.safe_load(Path(task).read_text()) if Path(task).is_file() else task for task in tasks]
+        manager: Any = cast(Any, TaskManager)(include_path=[str(file.parent.resolve()) for file in files] or None)
+        names = [_task_name(Path(task)) if Path(task) in files else task for task in tasks]
+        if unknown := [name for name in names if not manager.match_tasks([name])]:
+            raise UserError(f"lm_eval has no task {unknown[0]!r}" + did_you_mean(unknown[0], manager.all_tasks))
+        if model_type(directory) == CalmConfig.model_type:
+            model = cast(Any, HarnessModel)(str(directory), batch_size, seed)
+        else:
+            model = cast(Any, HFLM)(pretrained=str(directory), batch_size=batch_size, device=_device())
         found = cast(Any, simple_evaluate)(
             model=model,
-            tasks=wanted,
+            tasks=manager.match_tasks(names),
             limit=limit,
             task_manager=manager,
             log_samples=False,
@@ -130,6 +136,16 @@ def run_harness(directory: Path, tasks: list[str], limit: int | None, batch_size
         )
     except UserError:
         raise
-    except Exception as error:  # data that cannot be fetched, a file that is no task
-        raise UserError(f"lm_eval cannot run {', '.join(tasks)}: {error or repr(error)}") from error
+    except Exception as error:  # data that cannot be fetched, a file that is no task, a model that cannot be read
+        reason = (str(error) or repr(error)).splitlines()[0]
+        raise UserError(f"lm_eval cannot run {', '.join(tasks)}: {reason}") from error
     return {"model": str(directory), "limit": limit, "seed": seed, "tasks": found["results"]}
+
+
+def _task_name(path: Path) -> str:
+    """What a task file calls itself; nothing in it is carried out here."""
+    root = yaml.compose(path.read_text())
+    for key, value in getattr(root, "value", []):
+        if key.value == "task":
+            return value.value
+    raise UserError(f"{path} is not a task of lm_eval: it has no field 'task'")

@@ -1,5 +1,6 @@
 """`calm evaluate` for language models: BrierLM of one, or of several side by side on the same positions."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -7,12 +8,13 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from calm.data.tokenizer import load_tokenizer
 from calm.errors import ConfigError, DataError, UserError
 from calm.evaluate.brier_lm import Score
-from calm.evaluate.estimators import CalmEstimator, SoftmaxEstimator
+from calm.evaluate.estimators import MOST_BRANCHES, MOST_DRAWS, CalmEstimator, SoftmaxEstimator
 from calm.evaluate.evaluation import Estimator, Found, Positions, evaluate_documents, likelihood_measures
 from calm.evaluate.text import Text
 from calm.evaluate.windows import Document
@@ -21,6 +23,7 @@ from calm.models.loading import load_calm, load_softmax, model_type
 from calm.processes import Processes
 from calm.scores.brier import LONGEST
 
+Report = Callable[[str, int, int | None], None]  # a model's name, tokens that are done, and all where they are known
 CONTEXT = 512  # tokens that a window reads, where the models' positions allow it
 ROOM = 2**27  # numbers of the largest tensor: half a gigabyte
 
@@ -83,7 +86,10 @@ class Contender:
             if not bool(parameter.isfinite().all()):
                 raise UserError(f"the weights in {self.directory} are damaged: {name} has values that are not finite")
         kind = CalmEstimator if self.is_calm else SoftmaxEstimator
-        return kind(model.to(among.device).eval(), length, options.num_samples)
+        estimator = kind(model.to(among.device).eval(), length, options.num_samples)
+        with torch.no_grad():
+            estimator.check()
+        return estimator
 
 
 def evaluate_language_models(
@@ -92,42 +98,52 @@ def evaluate_language_models(
     split: str,
     options: Options,
     among: Processes,
-    report: Callable[[str, int, int | None], None] = lambda name, tokens, total: None,
+    report: Report = lambda name, tokens, total: None,
 ) -> dict[str, Any]:
     """Scores of every model, and of each pair the difference with its paired interval."""
     if options.num_samples < 2:
         raise ConfigError(f"a collision takes two: samples must be at least 2, not {options.num_samples}")
+    if len({directory.resolve() for directory in directories}) < len(directories):
+        raise ConfigError("a model cannot be compared with itself: a directory is named twice")
     contenders = [Contender(directory, name) for directory, name in zip(directories, _names(directories), strict=True)]
-    unit = max(contender.chunk_size for contender in contenders)
+    unit = math.lcm(*(contender.chunk_size for contender in contenders))
     length = _length(contenders, unit, options.context)
     if len({load_tokenizer(str(directory)).sha256 for directory in directories}) > 1:
         raise DataError("the models have different tokenizers: scores of different tokens cannot be compared")
     text = Text(data, split, load_tokenizer(str(directories[0])))
-    found: dict[str, Found] = {}
-    for contender in contenders:
-        name, done = contender.name, 0
-
-        def tell(tokens: int, name: str = name) -> None:
-            nonlocal done
-            done += tokens * among.size
-            report(name, done, text.tokens)
-
-        estimator = contender.load(options, length, among)
-        found[name] = evaluate_documents(
-            estimator,
-            contender.read(text),
-            positions=options.positions,
-            largest_chunk=unit if options.positions == "shared" else None,
-            fill_id=text.tokenizer.fill_id if contender.is_calm else 0,
-            batch_size=_batch_size(options, contender, length),
-            seed=options.seed,
-            device=among.device,
-            rank=among.rank,
-            world_size=among.size,
-            report=tell,
-        )
-        _gather(found[name], among)
+    found = {c.name: _evaluate(c, text, options, unit, length, among, report) for c in contenders}
     return _answer(found, contenders, text, options, unit, length)
+
+
+def _evaluate(
+    contender: Contender, text: Text, options: Options, unit: int, length: int, among: Processes, report: Report
+) -> Found:
+    """What all processes together find about one model."""
+    done = 0
+
+    def tell(tokens: int) -> None:
+        nonlocal done
+        done += tokens * among.size
+        report(contender.name, done, text.tokens)
+
+    found = evaluate_documents(
+        contender.load(options, length, among),
+        contender.read(text),
+        positions=options.positions,
+        unit=unit,
+        fill_id=text.tokenizer.fill_id if contender.is_calm else 0,
+        batch_size=_batch_size(options, contender, length),
+        seed=options.seed,
+        device=among.device,
+        rank=among.rank,
+        world_size=among.size,
+        report=tell,
+    )
+    for rank, (brier, likelihood) in enumerate(among.gather((found.brier, found.likelihood))):
+        if rank != among.rank:
+            found.brier.merge([brier])
+            found.likelihood.merge(likelihood)
+    return found
 
 
 def _names(directories: list[Path]) -> list[str]:
@@ -146,20 +162,12 @@ def _length(contenders: list[Contender], unit: int, context: int | None) -> int:
 
 
 def _batch_size(options: Options, contender: Contender, length: int) -> int:
-    """So many windows that the largest tensor fits: states of all samples, or a softmax for every branch."""
+    """So many windows that the largest tensor fits: states of samples, or a softmax of every position or branch."""
     if contender.is_calm:
-        row = options.num_samples * length // contender.chunk_size * 8 * contender.config.hidden_size
+        row = min(options.num_samples, MOST_DRAWS) * length // contender.chunk_size * 8 * contender.config.hidden_size
     else:
-        row = options.num_samples // 2 * length * contender.vocab_size
+        row = max(length, min(options.num_samples // 2 * length, MOST_BRANCHES)) * contender.vocab_size
     return max(1, min(options.batch_size, ROOM // row))
-
-
-def _gather(found: Found, among: Processes) -> None:
-    """What all processes have seen, in each of them."""
-    for rank, (brier, likelihood) in enumerate(among.gather((found.brier, found.likelihood))):
-        if rank != among.rank:
-            found.brier.merge([brier])
-            found.likelihood.merge(likelihood)
 
 
 def _answer(
@@ -181,7 +189,7 @@ def _answer(
         measures = {"chunk_size": contender.chunk_size if contender.is_calm else None}
         measures |= _plain(each.brier.compute(options.seed))
         if each.likelihood.tokens:
-            measures |= likelihood_measures(each.likelihood, text.bytes())
+            measures |= likelihood_measures(each.likelihood, text.tokens or 0, text.bytes)
         answer["models"][contender.name] = measures
         answer["warnings"] += [f"{contender.name}: {warning}" for warning in each.brier.warnings()]
     if options.positions != "own" or len({contender.chunk_size for contender in contenders}) == 1:

@@ -58,16 +58,17 @@ def plot_scores(answer: dict[str, Any], path: Path) -> None:
     names = [*(f"brier_{n}" for n in range(1, LONGEST + 1)), "brier_lm"]
     models = answer["models"]
     for number, (model, measures) in enumerate(models.items()):
-        places = [place + 0.12 * (number - (len(models) - 1) / 2) for place in range(len(names))]
-        known = [(x, measures[name]) for x, name in zip(places, names, strict=True) if _positive(measures[name])]
+        shift = 0.12 * (number - (len(models) - 1) / 2)
+        known = [(x + shift, measures[name]) for x, name in enumerate(names) if measures[name]["value"] is not None]
         values = [score["value"] for _, score in known]
-        below = [max(score["value"] - max(score["low"], score["value"] / 10), 0.0) for _, score in known]
-        above = [max(score["high"] - score["value"], 0.0) for _, score in known]
-        axis.errorbar([x for x, _ in known], values, yerr=[below, above], fmt="o", capsize=3, label=model)
+        errors = [[abs(_end(score, end) - score["value"]) for _, score in known] for end in ("low", "high")]
+        axis.errorbar([x for x, _ in known], values, yerr=errors, fmt="o", capsize=3, label=model)
     axis.set_xticks(range(len(names)), [*(f"Brier-{n}" for n in range(1, LONGEST + 1)), "BrierLM"])
     axis.set_xlim(-0.5, len(names) - 0.5)
     axis.axvline(LONGEST - 0.5, color="grey", linewidth=0.8)
-    axis.set_yscale("log")
+    scores = [measures[name] for measures in models.values() for name in names]
+    if all(score["value"] is None or (score["value"] > 0 and _end(score, "low") > 0) for score in scores):
+        axis.set_yscale("log")
     axis.set_ylabel("score (percent), with 95% interval")
     axis.grid(alpha=0.3, axis="y")
     axis.legend()
@@ -75,9 +76,9 @@ def plot_scores(answer: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _positive(score: dict[str, Any]) -> bool:
-    """Whether a logarithmic axis can show it."""
-    return score["value"] is not None and score["value"] > 0 and score["low"] is not None
+def _end(score: dict[str, Any], end: str) -> float:
+    """An end of the interval; where there is none, the value itself."""
+    return score["value"] if score[end] is None else score[end]
 
 
 def _pyplot() -> Any:

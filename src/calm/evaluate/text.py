@@ -21,29 +21,27 @@ class Text:
         self.prepared = PreparedData(data) if data.is_dir() else None
         if self.prepared is not None and self.prepared.tokenizer.sha256 != tokenizer.sha256:
             raise DataError(f"{data} was prepared with another tokenizer than that of the model")
+        self.tokens: int | None = None  # known beforehand, or once all of a file was read
+        self.bytes = 0
+        if self.prepared is not None:
+            self.tokens = len(self.prepared.split(split))
+            self.bytes = self.prepared.manifest["splits"][split]["bytes"]
 
     def documents(self) -> Iterator[Document]:
         """All of them, in the order in which they stand."""
         if self.prepared is not None:
             yield from documents_of(self.prepared.split(self.split))
             return
-        number = 0
+        number = self.bytes = 0
+        counted = 0
         for source in open_sources([str(self.data)]):
             for block in source.blocks():
                 for text in documents(block):
                     if isinstance(text, BadDocument):
                         raise DataError(str(text))
                     ids = close_document(self.tokenizer.encode(text), self.tokenizer.end_id)
+                    self.bytes += len(text.encode())
+                    counted += len(ids)
                     yield Document(number, np.array(ids, dtype=np.int64))
                     number += 1
-
-    @property
-    def tokens(self) -> int | None:
-        """How many there are, where it is known beforehand."""
-        return len(self.prepared.split(self.split)) if self.prepared is not None else None
-
-    def bytes(self) -> int:
-        """How many bytes of text the tokens stand for."""
-        if self.prepared is not None:
-            return self.prepared.manifest["splits"][self.split]["bytes"]
-        return sum(len(self.tokenizer.decode(document.tokens.tolist()).encode()) for document in self.documents())
+        self.tokens = counted

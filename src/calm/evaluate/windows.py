@@ -1,7 +1,7 @@
 """Documents → windows that fit a model, each start of a score in exactly one of them.
 
-A window holds `length` tokens to read from and the LONGEST tokens behind them. Scores start at `unit`, 2·unit, …,
-`length`; the next window begins at `length` and reads its first `unit` tokens again as context.
+A window holds `length` tokens to read from and the LONGEST tokens behind them. Scores of a model start at K, 2K, …,
+`length`; the next window begins at `length` and has nothing but its own beginning as context.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    number: int  # since the beginning of the data: it seeds the noise
+    number: int  # it seeds the noise
     document: int
     tokens: np.ndarray  # at most length + LONGEST
 
@@ -32,9 +32,10 @@ def documents_of(stream: TokenStream) -> Iterator[Document]:
         yield Document(number, np.asarray(stream[first:last], dtype=np.int64))
 
 
-def windows_of(documents: Iterable[Document], length: int, unit: int) -> Iterator[Window]:
+def windows_of(documents: Iterable[Document], length: int, least: int) -> Iterator[Window]:
+    """Those with at least so many tokens; shorter rests have nothing to score."""
     number = 0
     for document in documents:
-        for begin in range(0, max(len(document.tokens) - unit - LONGEST + 1, 0), length):
+        for begin in range(0, max(len(document.tokens) - least + 1, 0), length):
             yield Window(number, document.number, document.tokens[begin : begin + length + LONGEST])
             number += 1
