@@ -153,21 +153,20 @@ def scores_tables(answer: dict[str, Any]) -> Iterator[Table]:
             table.add_row(title, *values, end_section=title.endswith(("-4", "byte")))
     yield table
     if answer["differences"]:
-        differences = Table(title="Differences, with 95% intervals of the pairs")
-        differences.add_column("")
-        for title in briers:
-            differences.add_column(title, justify="right")
+        differences = Table("", "", "difference", "95% interval of pairs", title="Differences")
         for name, scores in answer["differences"].items():
-            differences.add_row(name, *(_interval(scores[rows[title]]) for title in briers))
+            for number, title in enumerate(briers):
+                pair, last = name if number == 0 else "", number == len(briers) - 1
+                differences.add_row(pair, title, *_difference(scores[rows[title]]), end_section=last)
         yield differences
 
 
-def _interval(score: dict[str, Any]) -> str:
+def _difference(score: dict[str, Any]) -> tuple[str, str]:
     if score["value"] is None:
-        return "no meaning"
+        return "no meaning", ""
     digits = _digits(score)
     low, high = (f"{score[end]:+.{digits}f}" if score[end] is not None else "?" for end in ("low", "high"))
-    return f"{score['value']:+.{digits}f}" + (f"\n{low} … {high}" if score["standard_error"] is not None else "")
+    return f"{score['value']:+.{digits}f}", f"{low} … {high}" if score["standard_error"] is not None else ""
 
 
 def _shown(measures: dict[str, Any], key: str) -> str:
@@ -179,7 +178,8 @@ def _shown(measures: dict[str, Any], key: str) -> str:
         return f"below 0\n(Brier-{first}: {_shown(measures, f'brier_{first}')})"
     digits = _digits(value)
     error = f" ± {value['standard_error']:.{digits}f}" if value["standard_error"] is not None else ""
-    return f"{value['value']:.{digits}f}{error}"
+    doubt = "\n(may be below 0)" if error and value["low"] is None else ""  # of too many samples that were drawn again
+    return f"{value['value']:.{digits}f}{error}{doubt}"
 
 
 def _digits(score: dict[str, Any]) -> int:
