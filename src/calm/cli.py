@@ -249,8 +249,7 @@ def _evaluate_autoencoder(
     from calm import console
     from calm.evaluate.report import evaluate_autoencoder, plot_robustness
 
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError("an autoencoder is evaluated in one process, not under torchrun")
+    _one_process("an autoencoder is evaluated")
     with console.stderr.status("evaluating") if console.stderr.is_terminal else nullcontext():
         measures = evaluate_autoencoder(model, data, split, batch_size)
     _keep(output, "reconstruction.json", measures)
@@ -274,8 +273,7 @@ def _run_harness(
 ) -> None:
     if len(models) > 1:
         raise UserError("--harness takes one model")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError("--harness runs in one process, not under torchrun")
+    _one_process("--harness runs")
     try:
         from calm.evaluate.harness import run_harness
     except ModuleNotFoundError as error:
@@ -289,6 +287,11 @@ def _run_harness(
     else:
         for name, task in results["tasks"].items():
             console.stdout.print(console.values_table(name, task))
+
+
+def _one_process(what: str) -> None:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(f"{what} in one process, not under torchrun")
 
 
 def _keep(output: Path | None, name: str, measures: dict) -> None:

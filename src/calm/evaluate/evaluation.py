@@ -1,6 +1,6 @@
 """BrierLM of a model on documents: which positions, in which windows, with which noise.
 
-    shared   starts that all compared models have: multiples of the largest K. The default
+    shared   starts that all compared models have: multiples of every K. The default
     own      every chunk border of the model itself; of a softmax model every token
     every    every token; a CALM model reads the text K times, moved by 0 … K-1 fill ids at its front
 

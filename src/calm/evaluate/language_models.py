@@ -32,7 +32,7 @@ ROOM = 2**27  # numbers of the largest tensor: half a gigabyte
 class Options:
     num_samples: int = 2
     positions: Positions = "shared"
-    context: int | None = None  # tokens; a multiple of the largest chunk
+    context: int | None = None  # tokens; a multiple of every K
     batch_size: int = 8
     seed: int = 0
 
@@ -108,9 +108,10 @@ def evaluate_language_models(
     contenders = [Contender(directory, name) for directory, name in zip(directories, _names(directories), strict=True)]
     unit = math.lcm(*(contender.chunk_size for contender in contenders))
     length = _length(contenders, unit, options.context)
-    if len({load_tokenizer(str(directory)).sha256 for directory in directories}) > 1:
+    tokenizers = [load_tokenizer(str(directory)) for directory in directories]
+    if len({tokenizer.sha256 for tokenizer in tokenizers}) > 1:
         raise DataError("the models have different tokenizers: scores of different tokens cannot be compared")
-    text = Text(data, split, load_tokenizer(str(directories[0])))
+    text = Text(data, split, tokenizers[0])
     found = {c.name: _evaluate(c, text, options, unit, length, among, report) for c in contenders}
     return _answer(found, contenders, text, options, unit, length)
 
