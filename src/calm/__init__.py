@@ -23,7 +23,7 @@ _NAMES = {
 }
 
 
-_MODULES = ("scores", "heads", "models", "evaluate")
+_MODULES = ("scores", "heads", "models", "sampling", "evaluate")
 
 
 def __getattr__(name: str) -> Any:

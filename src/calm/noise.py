@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 
 
+def pick(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Outcomes with probability proportional to weights (A, V), by where uniform numbers (A, C) fall: (A, C)."""
+    cumulated = weights.cumsum(-1)
+    place = torch.searchsorted(cumulated, uniform.to(weights.dtype) * cumulated[:, -1:], right=True)
+    last = weights.shape[-1] - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(-1, keepdim=True)  # that can come out
+    return place.minimum(last)
+
+
 class RowNoise:
     """One generator a row; what is drawn has the rows as its first dimension."""
 
@@ -34,6 +42,17 @@ class RowNoise:
     def draw(self, function, shape: tuple[int, ...]) -> Tensor:
         """What torch.randn or torch.rand give for each row, in fp32: bf16 has too few numbers to draw from."""
         return torch.stack([function(shape, generator=g, device=g.device) for g in self.generators])  # (B, *shape)
+
+
+class ScaledNoise(RowNoise):
+    """Noise drawn nearer to its middle, by a factor: 0 for normal, a half for uniform numbers."""
+
+    def __init__(self, noise: RowNoise, scale: float):
+        self.generators, self.scale = noise.generators, scale
+
+    def draw(self, function, shape: tuple[int, ...]) -> Tensor:
+        middle = 0.0 if function is torch.randn else 0.5
+        return middle + self.scale * (super().draw(function, shape) - middle)
 
 
 Source = torch.Generator | RowNoise | None  # who is asked for noise; None is torch's global generator

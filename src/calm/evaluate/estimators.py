@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from calm.errors import UserError
 from calm.evaluate.branches import Branches, BranchNoise, check_branches
 from calm.models.calm import CalmForCausalLM
-from calm.noise import RowNoise
+from calm.noise import RowNoise, pick
 from calm.scores.brier import LONGEST
 
 ENUMERABLE = 512  # prefixes of three tokens that are enumerated rather than sampled
@@ -176,7 +176,7 @@ class SoftmaxEstimator:
         """
         copies = self.num_prefixes if first else 1
         uniform = noise.uniform(copies, 2)  # (A, copies, 2)
-        tokens = _draw(probabilities, uniform[..., 0])  # (A, copies)
+        tokens = pick(probabilities, uniform[..., 0])  # (A, copies)
         weight = weight[:, None] / copies * probabilities.gather(-1, tokens)
         going_on = (weight * self.num_prefixes / SURE_WEIGHT).clamp(max=1)
         parents, which = (uniform[..., 1] < going_on).nonzero(as_tuple=True)
@@ -192,9 +192,3 @@ def _every_prefix(probabilities: Tensor, weight: Tensor, *_) -> tuple[Tensor, Te
     parents = torch.arange(nodes, device=weight.device).repeat_interleave(vocabulary)
     tokens = torch.arange(vocabulary, device=weight.device).repeat(nodes)
     return parents, tokens, (weight[:, None] * probabilities.square()).flatten()
-
-
-def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """Outcomes of distributions (A, V), by where uniform numbers (A, C) fall: (A, C)."""
-    cumulated = probabilities.cumsum(-1)
-    return torch.searchsorted(cumulated, uniform * cumulated[:, -1:], right=True).clamp(max=probabilities.shape[-1] - 1)

@@ -84,9 +84,18 @@ class Decoder(nn.Module):
         self.chunk_size = config.chunk_size
 
     def forward(self, latents: Tensor) -> Tensor:
-        states = self.expand(self.chunk_layers(self.latent(latents)))  # (..., K·d)
+        states = self.expand(self.chunk_states(latents))  # (..., K·d)
         states = states.unflatten(-1, (self.chunk_size, -1))  # (..., K, d)
         return self.norm(self.token_layers(states))
+
+    def chunk_states(self, latents: Tensor) -> Tensor:
+        """What all tokens of a chunk are made from: (..., Z) → (..., d)."""
+        return self.chunk_layers(self.latent(latents))
+
+    def token_states(self, chunk_states: Tensor, position: int) -> Tensor:
+        """The state of one token of each chunk alone: (..., d) → (..., d)."""
+        weight, bias = self.expand.weight.chunk(self.chunk_size), self.expand.bias.chunk(self.chunk_size)
+        return self.norm(self.token_layers(F.linear(chunk_states, weight[position], bias[position])))
 
 
 class ChunkAutoencoder(PreTrainedModel):

@@ -156,6 +156,12 @@ class CalmForCausalLM(PreTrainedModel):
         latents = self.head.sample(self.hidden_states(input_ids), num_samples, generator)
         return latents, self.autoencoder.tokens(latents)
 
+    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
+        """Continue texts; calm.sampling.generator.generate says how."""
+        from calm.sampling.generator import generate  # sampling is built on models; this one name points back
+
+        return generate(self, input_ids, attention_mask, **options)
+
     def forward(
         self,
         input_ids: Tensor,

@@ -77,6 +77,7 @@ class CalmConfig(PretrainedConfig):
         noise_size: int = 64,  # of the energy head
         sampler: Literal["euler", "midpoint"] = "midpoint",  # of the flow head
         num_sampling_steps: int | None = None,  # of the flow head (10, or 20 Euler steps) and the diffusion head (100)
+        knows_fill: bool = True,  # whether fill ids at the front of texts were seen in training
         **kwargs,
     ):
         for field, name, known in (
@@ -113,6 +114,7 @@ class CalmConfig(PretrainedConfig):
         self.noise_size = noise_size
         self.sampler = sampler
         self.num_sampling_steps = num_sampling_steps
+        self.knows_fill = knows_fill
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
 

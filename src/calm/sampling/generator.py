@@ -7,16 +7,62 @@
 Every text has a noise of its own, so whoever is beside it, it is the same text.
 """
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from calm.errors import ConfigError
+from calm.errors import CalmWarning, ConfigError, did_you_mean
 from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import check_positions
 from calm.noise import RowNoise
+from calm.sampling.next_chunk import Chosen, Sampling, next_chunks
+from calm.sampling.vocabulary import VocabularySearch
+
+NEW_TOKENS = 128  # where nobody says how many
+MEANINGLESS = {
+    "num_beams": "there are no beams: a CALM model has no probabilities of texts to search by",
+    "do_sample": "a CALM model always samples; a low temperature, like 0.1, comes near to the likeliest text",
+    "output_logits": "a CALM model has no logits",
+    "output_scores": "a CALM model has no scores of tokens",
+    "logprobs": "log-probabilities exist with the method 'mixture' only, and calm.sampling.next_chunks returns them",
+    "repetition_penalty": "there are no probabilities of tokens that could be lowered",
+}
+
+
+@dataclass
+class Spent:
+    """What the chunks of some texts have cost so far."""
+
+    chunks: int = 0
+    draws: int = 0
+    fallen_back: int = 0  # chunks for which n had to be lowered
+    unsettled: int = 0
+
+    def add(self, chosen: Chosen) -> None:
+        self.chunks += len(chosen.chunks)
+        self.draws += int(chosen.cost.draws.sum())
+        self.fallen_back += int((chosen.cost.fallbacks > 0).sum())
+        self.unsettled += int(chosen.cost.unsettled.sum())
+
+    def warning(self, sampling: Sampling) -> str | None:
+        """What a user should know about how a temperature was kept."""
+        if sampling.method == "exact" and self.unsettled:
+            return f"{self.unsettled} of {self.chunks} chunks hit the limit of draws and are approximate"
+        if sampling.method == "batch" and 2 * self.fallen_back > self.chunks:
+            remedy = "take more candidates or the method 'token'" if sampling.num_candidates > 1 else "take more"
+            return (
+                f"for {self.fallen_back} of {self.chunks} chunks no candidate came up often enough among "
+                f"{sampling.num_candidates}, so the temperature acted less or not at all; {remedy}"
+            )
+        if sampling.method == "token" and sampling.num_candidates < 1 / sampling.temperature:
+            return f"{sampling.num_candidates} candidates are too few for a temperature of {sampling.temperature}"
+        return None
 
 
 class Generation:
@@ -31,25 +77,37 @@ class Generation:
         max_new_tokens: int,
         end_id: int,
         fill_id: int,
+        sampling: Sampling | None = None,
+        search: VocabularySearch | None = None,
     ):
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
         self.model, self.end_id, self.max_new_tokens = model, end_id, max_new_tokens
+        self.sampling = sampling or Sampling()
+        self.search = search or VocabularySearch(model.autoencoder.embedding.weight)
         self.running = list(range(len(prompts)))
         self.noise = RowNoise(seeds, model.device)
         self.cache = DynamicCache()
         self.length = 0  # of the new text, in tokens
-        self.next, self.read = _laid_out(prompts, model.config.chunk_size, end_id, fill_id)  # (B, L, K) and (B, L)
+        self.spent = Spent()
+        size = model.config.chunk_size
+        if not model.config.knows_fill:
+            prompts, fill_id = [_whole_chunks(prompt, size) for prompt in prompts], end_id
+        self.next, self.read = _laid_out(prompts, size, end_id, fill_id)  # (B, L, K) and (B, L)
         self.next, self.read = self.next.to(model.device), self.read.to(model.device)
-        steps = -(-max_new_tokens // model.config.chunk_size)
+        steps = -(-max_new_tokens // size)
         check_positions(model.config.backbone_config, self.next.shape[1] + steps - 1, "chunks")
 
     @torch.no_grad()
     def step(self) -> dict[int, list[int]]:
-        """One more chunk for every running text: its number → new tokens, cut at the end of the text."""
-        hidden = self._hidden()
-        latents = self.model.head.sample(hidden, 1, self.noise)[0]
-        self.next = self.model.autoencoder.tokens(latents)[:, None]  # (B, 1, K)
+        """One more chunk for every running text: its number → new tokens, cut at the end of the text.
+
+        `chosen` then says how the chunks were found, row by row of this step's `rows`.
+        """
+        self.rows = self.running
+        self.chosen = next_chunks(self.model, self.search, self._hidden(), self.sampling, self.noise)
+        self.spent.add(self.chosen)
+        self.next = self.chosen.chunks[:, None]  # (B, 1, K)
         self.read = torch.cat([self.read, torch.ones_like(self.read[:, :1])], dim=1)
         room = self.max_new_tokens - self.length
         self.length += self.next.shape[-1]
@@ -87,6 +145,11 @@ class Generation:
         ).last_hidden_state[:, -1]
 
 
+def _whole_chunks(prompt: list[int], size: int) -> list[int]:
+    """For a model that never saw fill: up to K-1 leading tokens are left out, unless that is all there is."""
+    return prompt[len(prompt) % size :] if len(prompt) >= size else prompt
+
+
 def _laid_out(prompts: list[list[int]], size: int, end_id: int, fill_id: int) -> tuple[Tensor, Tensor]:
     """Prompts as chunks (B, L, K), all ending together, and which of them are there (B, L)."""
     texts = [prompt or [end_id] for prompt in prompts]  # nothing before: a document begins behind the end of another
@@ -96,3 +159,83 @@ def _laid_out(prompts: list[list[int]], size: int, end_id: int, fill_id: int) ->
     chunks = torch.tensor(rows).unflatten(1, (longest, size))
     places = torch.arange(longest)
     return chunks, places >= longest - torch.tensor(counts)[:, None]
+
+
+def generate(
+    model: CalmForCausalLM,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int = NEW_TOKENS,
+    stop: Sequence[Sequence[int]] = (),
+    generator: torch.Generator | None = None,
+    streamer: Any = None,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+    **options: Any,
+) -> Tensor:
+    """Prompts (B, T) with what follows them, each cut before its end or a `stop` (token ids); shorter ones are padded.
+
+    `attention_mask` says which tokens are there: pads may stand before or behind a prompt. `options` are the fields of
+    Sampling: temperature, num_candidates, method and so on. A streamer, as transformers has them, gets the prompt and
+    then chunk after chunk of a single text.
+    """
+    sampling = _sampling(options)
+    end_id = _role("eos_token_id", eos_token_id, model)
+    fill_id = _role("pad_token_id", pad_token_id, model)
+    if input_ids.ndim != 2 or not len(input_ids):
+        raise ConfigError(f"input_ids should have the shape (B, T), not {tuple(input_ids.shape)}")
+    there = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if there.shape != input_ids.shape:
+        raise ConfigError(f"attention_mask of shape {tuple(there.shape)} for input_ids of {tuple(input_ids.shape)}")
+    if streamer is not None and len(input_ids) > 1:
+        raise ConfigError(f"a streamer takes one text, and there are {len(input_ids)}")
+    if any(not len(ids) for ids in stop):
+        raise ConfigError("a stop without a token would end every text at once")
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, there, strict=True)]
+    device = None if generator is None else generator.device
+    seeds = torch.randint(2**62, (len(prompts),), generator=generator, device=device).tolist()
+    generation = Generation(
+        model, prompts, seeds, max_new_tokens=max_new_tokens, end_id=end_id, fill_id=fill_id, sampling=sampling
+    )
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    new: list[list[int]] = [[] for _ in prompts]
+    while generation.running:
+        for number, tokens in generation.step().items():
+            before = len(new[number])
+            new[number] += tokens
+            if (cut := _first_stop(new[number], stop)) is not None:
+                new[number] = new[number][:cut]
+                generation.end([number])
+            if streamer is not None and len(new[number]) > before:
+                streamer.put(torch.tensor(new[number][before:]))
+    if streamer is not None:
+        streamer.end()
+    if warning := generation.spent.warning(sampling):
+        warnings.warn(warning, CalmWarning, stacklevel=3)
+    behind = pad_sequence([torch.tensor(ids, dtype=torch.long) for ids in new], True, fill_id)
+    return torch.cat([input_ids, behind.to(input_ids.device)], dim=1)
+
+
+def _sampling(options: dict[str, Any]) -> Sampling:
+    known = [field.name for field in fields(Sampling)]
+    for name, value in options.items():
+        if name in MEANINGLESS and not (name == "do_sample" and value):
+            raise ConfigError(f"generate takes no {name}: {MEANINGLESS[name]}")
+        if name not in known and name != "do_sample":
+            raise ConfigError(f"generate takes no {name!r}{did_you_mean(name, known)}")
+    return Sampling(**{name: value for name, value in options.items() if name != "do_sample"})
+
+
+def _role(name: str, given: int | None, model: CalmForCausalLM) -> int:
+    found = given if given is not None else getattr(model.config, name, None)
+    if found is None:
+        raise ConfigError(f"the model's config.json has no {name}; give it to generate")
+    return int(found)
+
+
+def _first_stop(ids: list[int], stops: Sequence[Sequence[int]]) -> int | None:
+    """Where the first of some sequences begins."""
+    found = (start for start in range(len(ids)) if any(list(stop) == ids[start : start + len(stop)] for stop in stops))
+    return next(found, None)

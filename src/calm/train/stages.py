@@ -146,6 +146,7 @@ class LanguageModelStage(Stage):
             autoencoder, place = load_autoencoder(settings.autoencoder), settings.autoencoder
             pretrained = _pretrained_backbone(settings.backbone, tokenizer)
             model = CalmForCausalLM(calm_config(settings, autoencoder.config, pretrained and pretrained.config))
+            model.config.knows_fill = False  # until it has seen some
             model.autoencoder.load_state_dict(autoencoder.state_dict())
             if pretrained is not None:
                 _take_backbone(model, pretrained)
@@ -156,6 +157,8 @@ class LanguageModelStage(Stage):
             )
         check_tokenizer(place, tokenizer, model.config.vocab_size)
         check_positions(model.config.backbone_config, data.sequence_length // data.chunk_size, "chunks")
+        model.config.update({"eos_token_id": tokenizer.end_id, "pad_token_id": tokenizer.fill_id})
+        model.config.knows_fill |= data.front_fill > 0
         return model
 
     def count(self, tokens: Tensor, mask: Tensor) -> Tensor:

@@ -1,0 +1,47 @@
+"""Candidates for the next chunk of each text, known only as far as somebody asks.
+
+A pool holds draws for B rows, which may have grown differently. The token at a position is found when it is first asked
+for: a candidate whose beginning already rules it out is never decoded to its end.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+UNKNOWN = -1
+
+
+class Candidates:
+    """Given ones (B, N, K), or those of a black box: draw(n) → (B, n, K)."""
+
+    def __init__(self, given: Tensor, draw: Callable[[int], Tensor] | None = None):
+        self.known = given  # (B, N, K), UNKNOWN where nobody has asked
+        self.there = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)  # (B, N)
+        self.draw = draw
+
+    def grow(self, count: int, rows: Tensor) -> None:
+        """So many more candidates for some rows (B,)."""
+        new = self.drawn(count, rows)  # (B, count, K); what stands in other rows does not matter
+        self.known = torch.cat([self.known, new], dim=1)
+        self.there = torch.cat([self.there, rows[:, None].expand(-1, count)], dim=1)
+
+    def drawn(self, count: int, rows: Tensor) -> Tensor:
+        assert self.draw is not None
+        return self.draw(count)
+
+    def tokens(self, position: int, places: tuple[Tensor, ...]) -> Tensor:
+        """The tokens of some candidates (row, number) at one position."""
+        tokens = self.known[*places, position]
+        if bool((missing := tokens == UNKNOWN).any()):
+            wanted = places[0][missing], places[1][missing]
+            tokens[missing] = self.known[*wanted, position] = self.decode(position, wanted)
+        return tokens
+
+    def decode(self, position: int, places: tuple[Tensor, ...]) -> Tensor:
+        raise AssertionError("candidates that are given are known")
+
+    def chunks(self, chosen: Tensor) -> Tensor:
+        """One candidate of each row (B,), whole: (B, K)."""
+        rows = torch.arange(len(chosen), device=chosen.device)
+        return torch.stack([self.tokens(k, (rows, chosen)) for k in range(self.known.shape[-1])], dim=-1)

@@ -1,0 +1,171 @@
+"""The next chunk of each text at a temperature: which method, on which candidates of a CALM model.
+
+token     one token after the other, by its weight among the candidates that agree so far
+batch     Algorithm 2: whole chunks, by how often they occur among the candidates
+exact     Algorithm 1: rejection until the distribution is right, however long that takes
+mixture   the decoder's softmaxes, averaged over candidates; also top-k, top-p and min-p
+noise     a heuristic (§8): one draw whose noise is scaled by the temperature
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from calm.errors import ConfigError, UserError, did_you_mean
+from calm.models.calm import CalmForCausalLM
+from calm.noise import RowNoise, ScaledNoise, draw_uniform
+from calm.sampling.candidates import UNKNOWN, Candidates
+from calm.sampling.mixture import Cut, sample_mixture
+from calm.sampling.temperature import (
+    Cost,
+    grow_until_settled,
+    inverse,
+    sample_at_temperature,
+    sample_from_candidates,
+    sample_token_by_token,
+)
+from calm.sampling.vocabulary import VocabularySearch
+
+Method = Literal["token", "batch", "exact", "mixture", "noise"]
+BLOCK = 25  # candidates that are drawn at once where a tolerance may spare the rest
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How chunks are chosen."""
+
+    temperature: float = 1.0
+    num_candidates: int = 200  # N
+    method: Method = "token"
+    tolerance: float = 0.0  # of "batch": the total variation at which no more candidates are drawn; 0 is all of them
+    refill: bool = False  # of "token": draw anew where fewer than 1/T candidates agree with the tokens so far
+    top_k: int | None = None  # these three of "mixture"
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in get_args(Method):
+            known = get_args(Method)
+            raise ConfigError(f"method must be one of {', '.join(known)}{did_you_mean(self.method, known)}")
+        if self.num_candidates < 1:
+            raise ConfigError(f"num_candidates must be at least 1, not {self.num_candidates}")
+        if not 0 <= self.tolerance <= 1:
+            raise ConfigError(f"tolerance is a total variation, from 0 to 1, not {self.tolerance}")
+        for name, method in {"tolerance": "batch", "refill": "token"}.items():
+            if getattr(self, name) and self.method != method:
+                raise ConfigError(f"{name} is for the method {method!r}, not for {self.method!r}")
+        if self.method == "mixture":
+            self.cut  # noqa: B018  # checks its fields
+            return
+        for name in ("top_k", "top_p", "min_p"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name} needs probabilities of tokens, which a CALM model has with the method 'mixture' only"
+                )
+        inverse(self.temperature)
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+class Chosen(NamedTuple):
+    chunks: Tensor  # (B, K)
+    cost: Cost
+    agreement: Tensor | None = None  # (B,): share of the candidates that are the chosen chunk
+    log_probabilities: Tensor | None = None  # (B, K): of the method "mixture"
+
+
+class LatentCandidates(Candidates):
+    """What the head of a model draws behind hidden states (B, H); decoded token by token, when asked."""
+
+    def __init__(self, model: CalmForCausalLM, search: VocabularySearch, hidden: Tensor, noise: RowNoise, count: int):
+        self.model, self.search, self.hidden, self.noise = model, search, hidden, noise
+        self.states = hidden.new_empty(len(hidden), 0, model.config.autoencoder_config.hidden_size)
+        size = model.config.chunk_size
+        super().__init__(torch.empty(len(hidden), 0, size, dtype=torch.long, device=hidden.device))
+        self.grow(count, torch.ones(len(hidden), dtype=torch.bool, device=hidden.device))
+
+    def drawn(self, count: int, rows: Tensor) -> Tensor:
+        states = self.states.new_zeros(len(rows), count, self.states.shape[-1])
+        latents = self.model.head.sample(self.hidden[rows], count, self.noise.rows(rows.nonzero()[:, 0].tolist()))
+        if not bool(latents.isfinite().all()):
+            raise UserError("the model's samples are not finite numbers: its weights are damaged")
+        states[rows] = self.model.autoencoder.decoder.chunk_states(latents.transpose(0, 1))
+        self.states = torch.cat([self.states, states], dim=1)  # (B, N, d)
+        return self.known.new_full((len(rows), count, self.known.shape[-1]), UNKNOWN)
+
+    def decode(self, position: int, places: tuple[Tensor, ...]) -> Tensor:
+        return self.search(self.model.autoencoder.decoder.token_states(self.states[places], position))
+
+    def log_probabilities(self, position: int) -> Tensor:
+        """Of all candidates and words: (B, N, V)."""
+        states = self.model.autoencoder.decoder.token_states(self.states, position)
+        return (states @ self.search.words.T).float().log_softmax(-1)
+
+
+def next_chunks(
+    model: CalmForCausalLM, search: VocabularySearch, hidden: Tensor, sampling: Sampling, noise: RowNoise
+) -> Chosen:
+    """A chunk behind each hidden state (B, H)."""
+
+    def draw(count: int) -> LatentCandidates:
+        return LatentCandidates(model, search, hidden, noise, count)
+
+    if sampling.method == "mixture":
+        pool = draw(sampling.num_candidates)
+        uniform = draw_uniform(noise, hidden, 1, model.config.chunk_size)[0]
+        chunks, logs = sample_mixture(pool.log_probabilities, model.config.chunk_size, sampling.cut, uniform)
+        return Chosen(chunks, _sure(pool), log_probabilities=logs)
+    if sampling.temperature == 1 or sampling.method == "noise":
+        source = ScaledNoise(noise, sampling.temperature) if sampling.method == "noise" else noise
+        pool = LatentCandidates(model, search, hidden, source, 1)
+        return Chosen(pool.chunks(torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)), _sure(pool))
+    s = inverse(sampling.temperature)
+    if sampling.method == "exact":
+        return _exactly(model, search, hidden, sampling.temperature, noise)
+    if sampling.method == "token":
+        pool, fewest = draw(sampling.num_candidates), -int(-s // 1) if sampling.refill else 0
+        chunks, cost = sample_token_by_token(pool, s, generator=noise, refill=sampling.num_candidates, fewest=fewest)
+    elif sampling.tolerance:
+        pool = draw(min(BLOCK, sampling.num_candidates))
+        unsettled = grow_until_settled(pool, s, sampling.num_candidates, sampling.tolerance, BLOCK)
+        chunks, cost = sample_from_candidates(pool, s, generator=noise)
+        cost = cost._replace(unsettled=unsettled)
+    else:
+        pool = draw(sampling.num_candidates)
+        chunks, cost = sample_from_candidates(pool, s, generator=noise)
+    return Chosen(chunks, cost, _agreement(pool, chunks))
+
+
+def _exactly(
+    model: CalmForCausalLM, search: VocabularySearch, hidden: Tensor, temperature: float, noise: RowNoise
+) -> Chosen:
+    """Algorithm 1, row for row: each takes as many draws as it needs."""
+    chunks, costs = [], []
+    for row in range(len(hidden)):
+        own = noise.rows([row])
+
+        def draw(count: int, row: int = row, own: RowNoise = own) -> Tensor:
+            pool = LatentCandidates(model, search, hidden[row : row + 1], own, count)
+            places = pool.there.nonzero(as_tuple=True)
+            return torch.stack([pool.tokens(k, places) for k in range(model.config.chunk_size)], dim=-1)
+
+        chunk, cost = sample_at_temperature(draw, temperature, generator=own.generators[0])
+        chunks.append(chunk)
+        costs.append(cost)
+    return Chosen(
+        torch.stack(chunks), Cost(*(torch.cat(parts).to(hidden.device) for parts in zip(*costs, strict=True)))
+    )
+
+
+def _sure(pool: Candidates) -> Cost:
+    draws = pool.there.sum(1)
+    return Cost(draws, torch.zeros_like(draws), torch.zeros_like(draws, dtype=torch.bool))
+
+
+def _agreement(pool: Candidates, chunks: Tensor) -> Tensor:
+    same = (pool.known == chunks[:, None]).all(-1) & pool.there  # all that are the chosen chunk have been decoded
+    return same.sum(1) / pool.there.sum(1)
