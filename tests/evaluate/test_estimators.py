@@ -38,7 +38,7 @@ def known_calm(chunk_size: int) -> tuple[CalmForCausalLM, torch.Tensor]:
         uniform = draw_uniform(generator, hidden, num_samples, chunk_size)
         return torch.cat([hidden.expand(num_samples, *hidden.shape), uniform], dim=-1)
 
-    def tokens(latents):
+    def tokens(latents, search=None):
         hidden, uniform = latents[..., :16], latents[..., 16:]
         first = torch.einsum("kvh,...h->...kv", weights, hidden).softmax(-1)[..., 0]
         return (uniform >= first).long()

@@ -21,6 +21,7 @@ from calm.errors import UserError
 from calm.evaluate.branches import Branches, BranchNoise, check_branches
 from calm.models.calm import CalmForCausalLM
 from calm.noise import RowNoise, pick
+from calm.sampling.vocabulary import search_of
 from calm.scores.brier import LONGEST
 
 ENUMERABLE = 512  # prefixes of three tokens that are enumerated rather than sampled
@@ -104,7 +105,7 @@ class CalmEstimator:
             latents = self.model.head.sample(hidden, last - first, noise)
             if not bool(latents.isfinite().all()):
                 raise UserError("the model's samples are not finite numbers: its weights are damaged")
-            drawn.append(self.model.autoencoder.tokens(latents))
+            drawn.append(self.model.autoencoder.tokens(latents, search_of(self.model.autoencoder)))
         return torch.cat(drawn).movedim(0, -2)
 
     def _forward(self, inputs: Tensor, **kwargs) -> Tensor:

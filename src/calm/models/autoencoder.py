@@ -6,6 +6,7 @@
 Robustness (§2.2), each a field: the variational posterior, the KL's weight and floor, token and latent dropout.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -129,10 +130,12 @@ class ChunkAutoencoder(PreTrainedModel):
         """(..., Z) → logits (..., K, V)."""
         return self.decoder(latents) @ self.embedding.weight.T
 
-    def tokens(self, latents: Tensor) -> Tensor:
-        """The most probable chunk of each latent: (..., Z) → (..., K) ids."""
+    def tokens(self, latents: Tensor, search: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The most probable chunk of each latent: (..., Z) → (..., K) ids; `search` finds words of states (n, d)."""
         states = self.decoder(latents)  # (..., K, d)
-        return most_probable_words(states.flatten(0, -2), self.embedding.weight).view(states.shape[:-1])
+        flat = states.flatten(0, -2)
+        found = search(flat) if search is not None else most_probable_words(flat, self.embedding.weight)
+        return found.view(states.shape[:-1])
 
     def reconstruct(self, latents: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens that latents stand for, and the nats that the true ones cost: (..., K) and (..., K)."""

@@ -22,7 +22,7 @@ from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import check_positions
 from calm.noise import RowNoise
 from calm.sampling.next_chunk import Chosen, Sampling, next_chunks
-from calm.sampling.vocabulary import VocabularySearch
+from calm.sampling.vocabulary import search_of
 
 NEW_TOKENS = 128  # where nobody says how many
 MEANINGLESS = {
@@ -78,13 +78,12 @@ class Generation:
         end_id: int,
         fill_id: int,
         sampling: Sampling | None = None,
-        search: VocabularySearch | None = None,
     ):
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
         self.model, self.end_id, self.max_new_tokens = model, end_id, max_new_tokens
         self.sampling = sampling or Sampling()
-        self.search = search or VocabularySearch(model.autoencoder.embedding.weight)
+        self.search = search_of(model.autoencoder)
         self.running = list(range(len(prompts)))
         self.noise = RowNoise(seeds, model.device)
         self.cache = DynamicCache()
