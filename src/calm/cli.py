@@ -4,6 +4,7 @@ import os
 import sys
 import warnings
 from contextlib import nullcontext
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -39,6 +40,14 @@ Settings = Annotated[
 class OnBadDocument(StrEnum):
     fail = "fail"
     skip = "skip"
+
+
+class Method(StrEnum):
+    token = "token"
+    batch = "batch"
+    exact = "exact"
+    mixture = "mixture"
+    noise = "noise"
 
 
 class Positions(StrEnum):
@@ -185,6 +194,9 @@ def evaluate(
     context: Annotated[int | None, typer.Option(min=1, help="Tokens that are read at once; by default 512.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows computed at once, at most.")] = 8,
     seed: Annotated[int, typer.Option(min=0, max=2**62, help="Of the draws and of the bootstrap.")] = 0,
+    likelihood_bound: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Also bound a CALM model's likelihood, with N latents a chunk.")
+    ] = 0,
     harness: Annotated[
         list[str] | None, typer.Option(metavar="TASK", help="Run a task of lm_eval instead; may be repeated.")
     ] = None,
@@ -207,7 +219,7 @@ def evaluate(
     if limit is not None and not harness:
         raise UserError("--limit is for a task of lm_eval (--harness)")
     if harness:
-        _run_harness(models, harness, limit, batch_size, seed, output, as_json)
+        _run_harness(models, harness, limit, batch_size, seed, likelihood_bound, output, as_json)
     elif data is None:
         raise UserError("--data is missing: a directory made by calm prepare, or a file of text")
     elif len(models) == 1 and model_type(models[0]) == ChunkAutoencoderConfig.model_type:
@@ -215,7 +227,7 @@ def evaluate(
     else:
         from calm.evaluate.language_models import Options
 
-        options = Options(samples, positions.value, context, batch_size, seed)
+        options = Options(samples, positions.value, context, batch_size, seed, likelihood_bound)
         _evaluate_language_models(models, data, split, options, output, as_json)
 
 
@@ -268,6 +280,7 @@ def _run_harness(
     limit: int | None,
     batch_size: int,
     seed: int,
+    num_latents: int,
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -280,7 +293,12 @@ def _run_harness(
         raise UserError(f"--harness needs {error.name}: pip install 'calm-lm[eval]'") from error
     from calm import console
 
-    results = run_harness(models[0], tasks, limit, batch_size, seed)
+    results = run_harness(models[0], tasks, limit, batch_size, seed, num_latents)
+    if results["likelihood_bound"]:
+        console.warn(
+            f"likelihoods of a CALM model are bounds, here from {results['likelihood_bound']} latents a chunk: scores "
+            "that rest on them are not those of the model itself"
+        )
     _keep(output, "harness.json", results)
     if as_json:
         _print_json(results)
@@ -301,6 +319,67 @@ def _keep(output: Path | None, name: str, measures: dict) -> None:
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         write_json(output / name, measures)
+
+
+@app.command(
+    epilog="Example: calm generate runs/laptop-calm/model 'In the beginning' --temperature 0.5 --num-samples 3"
+)
+def generate(
+    model: Annotated[Path, typer.Argument(help="The directory of a CALM language model.")],
+    prompt: Annotated[str, typer.Argument(help="What to continue; - reads it from stdin, none begins a text.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the continuation, at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Above 0 and at most 1; lower is less surprising.")] = 1.0,
+    num_candidates: Annotated[int, typer.Option(min=1, help="Draws for each chunk below temperature 1.")] = 200,
+    method: Annotated[Method, typer.Option(help="How candidates become a chunk.")] = Method.token,
+    tolerance: Annotated[
+        float, typer.Option(help="Of batch: draw fewer candidates where the outcome is settled to this.")
+    ] = 0.0,
+    refill: Annotated[bool, typer.Option("--refill", help="Of token: draw anew where few candidates agree.")] = False,
+    top_k: Annotated[int | None, typer.Option(help="Of mixture: the most probable tokens, so many.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Of mixture: the tokens with this probability.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Of mixture: tokens with this share of the largest.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    num_samples: Annotated[int, typer.Option(min=1, help="Continuations of the prompt.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=2**62, help="The same seed, the same text.")] = 0,
+    show_chunks: Annotated[
+        bool, typer.Option("--show-chunks", help="Colour chunks and tell how many candidates agreed on each.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print texts and what they cost as JSON.")] = False,
+) -> None:
+    """Continue a text, chunk by chunk, as it comes. The continuation goes to stdout, everything else to stderr."""
+    from calm import console
+    from calm.sampling.next_chunk import Sampling
+
+    if show_chunks and as_json:
+        raise UserError("--show-chunks is for people and --json for programs; give one of them")
+    sampling = Sampling(temperature, num_candidates, method.value, tolerance, refill, top_k, top_p, min_p)
+    from transformers.utils import logging
+
+    from calm.processes import default_device
+    from calm.sampling.text import Writer
+
+    logging.disable_progress_bar()
+    with console.stderr.status("loading") if console.stderr.is_terminal else nullcontext():
+        writer = Writer(model, default_device())
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    pieces = writer.write(
+        [writer.tokenizer.encode(text)] * num_samples,
+        sampling,
+        max_new_tokens=max_new_tokens,
+        stops=[stop or []] * num_samples,
+        seed=seed,
+    )
+    try:
+        if as_json:
+            settings = {"prompt": text, "seed": seed, "temperature": temperature, "method": method.value}
+            _print_json(settings | console.collected_texts(pieces, num_samples) | {"cost": asdict(writer.spent)})
+        else:
+            console.show_texts(pieces, num_samples, show_chunks)
+    except KeyboardInterrupt:
+        console.stdout.print()
+        sys.exit(INTERRUPTED)
+    if warning := writer.spent.warning(sampling):
+        console.warn(warning)
 
 
 @app.command(epilog="Example: calm config laptop-autoencoder --set data.batch_size=8")

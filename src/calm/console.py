@@ -1,7 +1,7 @@
 """What a person sees: progress bars and tables on stderr, answers on stdout."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from calm.data.prepare import Report
     from calm.data.tokenizer import Tokenizer
     from calm.paper.cost import Cost
+    from calm.sampling.text import Piece
     from calm.train.loop import Report as StepReport
 
 stderr = Console(stderr=True, highlight=False)
@@ -136,13 +137,17 @@ def scores_tables(answer: dict[str, Any]) -> Iterator[Table]:
         "nats a token": "cross_entropy",
         "perplexity": "perplexity",
         "bits a byte": "bits_per_byte",
+        "nats a token, at most": "cross_entropy_bound",
+        "perplexity, at most": "perplexity_bound",
+        "bits a byte, at most": "bits_per_byte_bound",
         "positions": "positions",
         "documents": "documents",
     }
     table = Table(
         title=", ".join(filter(None, (answer["data"], answer["split"]))),
         caption=f"percent ± standard error, a higher Brier is better; {answer['positions']}; {answer['samples']} "
-        f"samples; at most {answer['context']} tokens before",
+        f"samples; at most {answer['context']} tokens before"
+        + (f"; likelihoods bounded with {answer['latents']} latents" if answer["latents"] else ""),
     )
     table.add_column("")
     for name in answer["models"]:
@@ -150,7 +155,7 @@ def scores_tables(answer: dict[str, Any]) -> Iterator[Table]:
     for title, key in rows.items():
         if any(measures.get(key) is not None for measures in answer["models"].values()):
             values = (_shown(measures, key) for measures in answer["models"].values())
-            table.add_row(title, *values, end_section=title.endswith(("-4", "byte")))
+            table.add_row(title, *values, end_section=title.endswith(("-4", "byte", "bits a byte, at most")))
     yield table
     if answer["differences"]:
         differences = Table("", "", "difference", "95% interval of pairs", title="Differences")
@@ -243,3 +248,43 @@ def coloured_chunks(tokenizer: "Tokenizer", ids: list[int], chunk_size: int) -> 
         text.append("┃" if start else "")
         text.append("│".join(tokens), style=CHUNK_COLOURS[number % len(CHUNK_COLOURS)])
     return text
+
+
+def show_texts(pieces: Iterable["Piece"], count: int, chunks: bool) -> None:
+    """A single text as it comes; several one after the other, when all are there."""
+    if count == 1:
+        for number, piece in enumerate(pieces):
+            stdout.print(_piece(piece, number, chunks), end="", soft_wrap=True)
+            stdout.file.flush()
+        stdout.print()
+        return
+    texts = [Text() for _ in range(count)]
+    steps = [0] * count
+    for piece in pieces:
+        texts[piece.number].append_text(_piece(piece, steps[piece.number], chunks))
+        steps[piece.number] += 1
+    for number, text in enumerate(texts, start=1):
+        stdout.rule(f"{number} of {count}")
+        stdout.print(text, soft_wrap=True)
+
+
+def _piece(piece: "Piece", number: int, chunks: bool) -> Text:
+    if not chunks:
+        return Text(piece.text)
+    text = Text(piece.text.replace("\n", "↵"), style=CHUNK_COLOURS[number % len(CHUNK_COLOURS)])
+    if piece.agreement is not None:
+        text.append(
+            f"{piece.agreement:.{0 if piece.agreement >= 0.1 else 1}%}", style="not bold dim default on default"
+        )
+    return text if stdout.is_terminal else text.append("┃")
+
+
+def collected_texts(pieces: Iterable["Piece"], count: int) -> dict[str, Any]:
+    texts = [{"text": "", "tokens": 0, "agreement": []} for _ in range(count)]
+    for piece in pieces:
+        text = texts[piece.number]
+        text["text"] += piece.text
+        text["tokens"] += len(piece.ids)
+        if piece.ids and piece.agreement is not None:
+            text["agreement"].append(round(piece.agreement, 4))
+    return {"texts": texts}

@@ -73,3 +73,8 @@ def processes() -> Iterator[Processes]:
         yield Processes(rank, size, device, *groups)
     finally:
         dist.destroy_process_group()
+
+
+def default_device() -> str:
+    """Of a single process."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -62,12 +62,45 @@ def test_answers_stop_where_they_should_and_do_not_depend_on_the_batch(models):
     assert stopped == [text.split(letter)[0] for text in free]
 
 
-def test_refusals(models, task):
+def test_likelihood_tasks_get_bounds_and_say_so(models, task):
     from calm.evaluate.harness import run_harness
 
     likelihood = task("likely", output_type="loglikelihood", metric_list=[{"metric": "acc"}], generation_kwargs=None)
-    with pytest.raises(UserError, match=r"a CALM model has no likelihoods.*generate_until work"):
-        run_harness(models / "calm-4", [likelihood], limit=2, batch_size=2, seed=0)
+    found = run_harness(models / "calm-4", [likelihood], limit=2, batch_size=2, seed=0, num_latents=3)
+    assert found["likelihood_bound"] == 3
+    assert 0 <= found["tasks"]["likely"]["acc,none"] <= 1
+    assert run_harness(models / "calm-4", [task("free")], limit=2, batch_size=2, seed=0)["likelihood_bound"] is None
+
+
+def test_bounds_of_texts_and_of_their_pieces(models):
+    from lm_eval.api.instance import Instance
+
+    from calm.evaluate.harness import HarnessModel
+
+    model = HarnessModel(str(models / "calm-4"), num_latents=8)
+    text = "the quick brown fox jumps over lazy dogs " * 12  # more than fits the positions
+    (long,) = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
+    assert -20 * len(model.tokenizer.encode(text)) < long < 0
+    pair, again = model.loglikelihood([Instance("loglikelihood", {}, ("the quick ", "brown fox"), 0)] * 2)
+    assert pair[0] < 0
+    assert isinstance(pair[1], bool)
+    assert pair != again  # each request has a noise of its own
+    with_space = model.loglikelihood([Instance("loglikelihood", {}, ("the quick", " brown fox"), 0)])
+    assert with_space == [pair]
+
+
+def test_temperatures_of_tasks():
+    from calm.evaluate.harness import _temperature
+
+    assert _temperature({"do_sample": True, "temperature": 0.7}) == 0.7
+    assert _temperature({"do_sample": True, "temperature": 1.5}) == 1
+    assert _temperature({"do_sample": False, "temperature": 0.7}) == 0.1
+    assert _temperature({}) == 0.1
+
+
+def test_refusals(models, task):
+    from calm.evaluate.harness import run_harness
+
     with pytest.raises(UserError, match=r"no task 'gsm8kk'; did you mean gsm8k"):
         run_harness(models / "calm-4", ["gsm8kk"], limit=2, batch_size=2, seed=0)
     with pytest.raises(UserError, match="lm_eval cannot run"):

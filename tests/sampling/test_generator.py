@@ -3,21 +3,12 @@
 import pytest
 import torch
 
-from calm.errors import ConfigError
-from calm.models.calm import CalmForCausalLM
-from calm.models.configuration import CalmConfig
+from calm.errors import CalmWarning, ConfigError
 from calm.noise import RowNoise
 from calm.sampling.generator import Generation
+from calm.sampling.next_chunk import Sampling
+from tests.sampling.conftest import BACKBONE, END, FILL, make
 
-BACKBONE = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 16,
-    "initializer_range": 0.5,
-}
-END, FILL = 0, 1
 PROMPTS = [[5, 6, 7], [4] * 9, [], [8, 9, 10, 11]]
 SEEDS = [10, 11, 12, 13]
 
@@ -25,16 +16,9 @@ SEEDS = [10, 11, 12, 13]
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 16, "initializer_range": 0.5}
 
 
-def make(chunk_size: int, backbone=BACKBONE) -> CalmForCausalLM:
-    torch.manual_seed(0)
-    inner = {"vocab_size": 40, "chunk_size": chunk_size, "latent_size": 4, "hidden_size": 8, "intermediate_size": 8}
-    model = CalmForCausalLM(CalmConfig(backbone, {**inner, "initializer_range": 0.5})).eval()
-    torch.nn.init.normal_(model.head.latent.weight)
-    return model
-
-
-def run(model, prompts, seeds, count, end_id=END) -> list[list[int]]:
-    generation = Generation(model, prompts, seeds, max_new_tokens=count, end_id=end_id, fill_id=FILL)
+def run(model, prompts, seeds, count, end_id=END, **options) -> list[list[int]]:
+    sampling = Sampling(**options)
+    generation = Generation(model, prompts, seeds, max_new_tokens=count, end_id=end_id, fill_id=FILL, sampling=sampling)
     texts = [[] for _ in prompts]
     while generation.running:
         for number, tokens in generation.step().items():
@@ -84,3 +68,164 @@ def test_bad_input():
     with pytest.raises(ConfigError, match="16"):
         run(make(2), [[3] * 40], [0], 4)
     assert len(run(make(2), [[3] * 30], [0], 4, end_id=-1)[0]) == 4  # 15 chunks are read, the last is only written
+
+
+METHODS = {
+    "token": {"method": "token", "temperature": 0.5, "num_candidates": 20},
+    "refilled": {"method": "token", "temperature": 0.2, "num_candidates": 10, "refill": True},
+    "batch": {"method": "batch", "temperature": 0.5, "num_candidates": 20},
+    "growing": {"method": "batch", "temperature": 0.5, "num_candidates": 100, "tolerance": 0.3},
+    "exact": {"method": "exact", "temperature": 0.5},
+    "mixture": {"method": "mixture", "temperature": 0.7, "num_candidates": 5, "top_p": 0.9},
+    "noise": {"method": "noise", "temperature": 0.5},
+}
+
+
+@pytest.mark.parametrize("options", METHODS.values(), ids=METHODS)
+def test_no_text_depends_on_those_beside_it(options):
+    model, prompts, seeds = make(2), [[5, 6, 7], [4] * 9, [8, 9, 10, 11]], [10, 11, 12]
+    together = run(model, prompts, seeds, 6, end_id=-1, **options)
+    alone = [run(model, [p], [s], 6, end_id=-1, **options)[0] for p, s in zip(prompts, seeds, strict=True)]
+    assert together == alone
+    assert run(model, prompts, seeds, 6, end_id=-1, **options) == together
+
+
+@pytest.mark.parametrize("head", ["flow", "diffusion"])
+def test_other_heads(head):
+    model = make(2, head=head, num_sampling_steps=3)
+    for options in METHODS.values():
+        if options["method"] != "exact":
+            assert len(run(model, [[5, 6, 7]], [0], 4, end_id=-1, **options)[0]) == 4
+
+
+def test_prompts_with_ids_that_the_model_has_not(model):
+    for wrong in (40, -1):
+        with pytest.raises(ConfigError, match=f"token {wrong}, and the model has 40"):
+            run(model, [[5, wrong]], [0], 4)
+
+
+def test_a_low_temperature_makes_texts_alike():
+    model, prompts, seeds = make(2), [[5, 6, 7]] * 60, list(range(60))
+    kinds = {
+        name: len({tuple(text) for text in run(model, prompts, seeds, 2, end_id=-1, **options)})
+        for name, options in {
+            "plain": {},
+            "token": {"method": "token", "temperature": 0.1},
+            "batch": {"method": "batch", "temperature": 0.1},
+            "mixture": {"method": "mixture", "temperature": 0.1},
+        }.items()
+    }
+    assert kinds["token"] < kinds["plain"] / 2
+    assert kinds["batch"] < kinds["plain"] / 2
+    assert kinds["mixture"] < kinds["plain"] / 2
+
+
+def test_the_share_of_candidates_that_agree_is_told():
+    generation = Generation(
+        make(2), [[5, 6]], [0], max_new_tokens=2, end_id=-1, fill_id=FILL, sampling=Sampling(0.25, 50, "batch")
+    )
+    generation.step()
+    assert 1 / 50 <= float(generation.chosen.agreement) <= 1
+    assert generation.spent.draws == 50
+
+
+def test_a_model_that_never_saw_fill_gets_none():
+    model, new = make(4, knows_fill=False), {"max_new_tokens": 4, "end_id": END, "fill_id": FILL}
+
+    def begun(prompt):
+        return Generation(model, [prompt], [0], **new).next.tolist()
+
+    assert begun([5, 6, 7, 8, 9]) == [[[6, 7, 8, 9]]]
+    assert begun([5, 6, 7, 8]) == [[[5, 6, 7, 8]]]
+    assert begun([5, 6]) == [[[END, END, 5, 6]]]
+    assert begun([]) == [[[END] * 4]]
+
+
+# model.generate
+
+
+def test_generate_continues_ragged_prompts(model):
+    ids = torch.tensor([[5, 6, 7, 8], [FILL, FILL, 9, 10], [11, FILL, FILL, FILL]])
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 0]])
+    found = model.generate(ids, mask, max_new_tokens=6, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(found[:, :4], ids)
+    seeds = torch.randint(2**62, (3,), generator=torch.Generator().manual_seed(3)).tolist()
+    expected = run(model, [[5, 6, 7, 8], [9, 10], [11]], seeds, 6)
+    for row, text in zip(found[:, 4:].tolist(), expected, strict=True):
+        assert row == text + [FILL] * (len(row) - len(text))
+    again = model.generate(ids, mask, max_new_tokens=6, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(found, again)
+
+
+def test_generate_stops_inside_a_chunk(model):
+    ids = torch.tensor([[5, 6, 7, 8]])
+
+    def new(**options):
+        generator = torch.Generator().manual_seed(0)
+        return model.generate(ids, max_new_tokens=8, eos_token_id=-1, generator=generator, **options)[0, 4:].tolist()
+
+    free = new()
+    assert new(stop=[free[3:5]]) == free[:3]
+    assert new(stop=[[99], free[:1]]) == []
+
+
+def test_a_streamer_gets_the_prompt_and_chunk_after_chunk(model):
+    class Streamer:
+        def __init__(self):
+            self.got, self.ended = [], False
+
+        def put(self, value):
+            self.got.append(value.flatten().tolist())
+
+        def end(self):
+            self.ended = True
+
+    streamer, ids = Streamer(), torch.tensor([[5, 6, 7]])
+    found = model.generate(ids, max_new_tokens=5, eos_token_id=-1, streamer=streamer)
+    assert [len(piece) for piece in streamer.got] == [3, 2, 2, 1]
+    assert sum(streamer.got, []) == found[0].tolist()
+    assert streamer.ended
+    with pytest.raises(ConfigError, match="one text"):
+        model.generate(torch.ones(2, 3, dtype=torch.long), streamer=streamer)
+
+
+def test_one_candidate_is_temperature_one_and_that_is_told(model):
+    for method in ("batch", "token"):
+        options = {"temperature": 0.5, "num_candidates": 1, "method": method, "max_new_tokens": 4}
+        with pytest.warns(CalmWarning, match="candidate"):
+            model.generate(torch.tensor([[5, 6]]), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0}, "above 0 and at most 1, not 0; for the likeliest text"),
+        ({"temperature": 1.5}, "at most 1, not 1.5"),
+        ({"temperature": float("nan")}, "not nan"),
+        ({"method": "greedy"}, "method must be one of token"),
+        ({"method": "tokens"}, "did you mean token"),
+        ({"num_candidates": 0}, "at least 1, not 0"),
+        ({"max_new_tokens": -5}, "at least 1, not -5"),
+        ({"max_new_tokens": 1000}, "more than the backbone's 16 positions"),
+        ({"top_p": 0.9}, "needs probabilities of tokens"),
+        ({"method": "mixture", "top_p": 2}, "top_p must be above 0 and at most 1, not 2"),
+        ({"tolerance": 0.1}, "for the method 'batch'"),
+        ({"method": "batch", "tolerance": -1}, "from 0 to 1, not -1"),
+        ({"num_beams": 4}, "no beams"),
+        ({"do_sample": False}, "always samples"),
+        ({"output_logits": True}, "no logits"),
+        ({"temprature": 0.5}, "did you mean temperature"),
+        ({"stop": [[]]}, "a stop without a token"),
+    ],
+)
+def test_arguments_that_make_no_sense(model, options, message):
+    with pytest.raises(ConfigError, match=message):
+        model.generate(torch.tensor([[5, 6]]), **options)
+
+
+def test_ids_that_nobody_names(model):
+    model.config.eos_token_id = None
+    with pytest.raises(ConfigError, match="no eos_token_id"):
+        model.generate(torch.tensor([[5, 6]]))
+    with pytest.raises(ConfigError, match="shape"):
+        model.generate(torch.tensor([5, 6]), eos_token_id=0)

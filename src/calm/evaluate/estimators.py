@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from calm.errors import UserError
 from calm.evaluate.branches import Branches, BranchNoise, check_branches
+from calm.evaluate.likelihood import chunk_nats
 from calm.models.calm import CalmForCausalLM
 from calm.noise import RowNoise, pick
 from calm.sampling.vocabulary import search_of
@@ -34,12 +35,13 @@ MOST_DRAWS = 64  # samples of a position that are computed at once
 class Estimates(NamedTuple):
     accuracy: Tensor  # (B, length / K, 4)
     collision: Tensor  # (B, length / K, 4)
-    nats: Tensor | None = None  # of a softmax model, of each next token: (B, length)
+    nats: Tensor | None = None  # of the tokens from the first start on: (B, length); of a CALM model bounds
 
 
 class CalmEstimator:
-    def __init__(self, model: CalmForCausalLM, length: int, num_samples: int):
-        self.model, self.length, self.num_samples = model, length, num_samples
+    def __init__(self, model: CalmForCausalLM, length: int, num_samples: int, num_latents: int = 0):
+        """With `num_latents` likelihoods are bounded, too, by the mixture of so many latents."""
+        self.model, self.length, self.num_samples, self.num_latents = model, length, num_samples, num_latents
         self.chunk_size = model.config.chunk_size
 
     def check(self) -> None:
@@ -52,14 +54,22 @@ class CalmEstimator:
         ahead = (LONGEST - 1) // self.chunk_size  # chunks that the last start reads to the end of its four tokens
         branches = Branches(self._forward)
         text = self.model.chunks(tokens[:, : self.length + ahead * self.chunk_size])  # (B, L, K)
-        samples = self._draw(branches.read(self.model.embed(text)), noise)  # (B, L, S, K)
+        hidden = branches.read(self.model.embed(text))
+        samples = self._draw(hidden, noise)  # (B, L, S, K)
         parts = []
         for first, last in _slices(
             starts, min(2 * MOST_BRANCHES // self.num_samples, MOST_PAIRS // self.num_samples**2)
         ):
             branches.plant(first, last)
             parts.append(self._collision(branches, samples[:, first:last], noise))
-        return Estimates(self._accuracy(samples, tokens)[:, :starts], torch.cat(parts, dim=1))
+        nats = self._nats(hidden[:, :starts], tokens, noise) if self.num_latents else None
+        return Estimates(self._accuracy(samples, tokens)[:, :starts], torch.cat(parts, dim=1), nats)
+
+    def _nats(self, hidden: Tensor, tokens: Tensor, noise: RowNoise) -> Tensor:
+        """Of every token behind the first chunk: (B, length), or less where the last chunk is longer than the text."""
+        behind = tokens[:, self.chunk_size : self.chunk_size + self.length]
+        chunks = pad(behind, (0, self.length - behind.shape[1])).unflatten(1, (-1, self.chunk_size))
+        return chunk_nats(self.model, hidden, chunks, self.num_latents, noise).flatten(1)[:, : behind.shape[1]]
 
     def _accuracy(self, samples: Tensor, tokens: Tensor) -> Tensor:
         length, size = samples.shape[1], self.chunk_size

@@ -35,14 +35,15 @@ class Estimator(Protocol):
 
 @dataclass
 class Likelihood:
-    """Of a softmax model: nats of all tokens but the first of a document."""
+    """Nats of all tokens but the first of a document; of a CALM model but the first chunk, and bounds."""
 
     nats: float = 0.0
     tokens: int = 0
 
-    def add(self, nats: Tensor, batch: Sequence[Window]) -> None:
+    def add(self, nats: Tensor, batch: Sequence[Window], first: int) -> None:
+        """`first` is the place of the first token that has any."""
         for row, window in zip(nats, batch, strict=True):
-            known = min(len(window.tokens) - 1, len(row))
+            known = max(0, min(len(window.tokens) - first, len(row)))
             self.nats += row[:known].double().sum().item()
             self.tokens += known
 
@@ -99,7 +100,7 @@ def evaluate_documents(
         names = torch.tensor([[window.document] for window in batch], device=device).expand_as(wanted)
         found.brier.add(names[wanted], accuracy[wanted], collision[wanted])
         if nats is not None:
-            found.likelihood.add(nats, batch)
+            found.likelihood.add(nats, batch, size)
         report(int(lengths.clip(max=estimator.length).sum()) // len(shifts))
     return found
 

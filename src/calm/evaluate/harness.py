@@ -1,13 +1,12 @@
 """Tasks of lm_eval (extra `eval`), for models that continue a text. Importing this registers the model type `calm`.
 
-A CALM model gives samples and no likelihoods, so tasks of the kind generate_until run, and others are refused. It is
-sampled at temperature 1, whatever a task asks for.
+Tasks of the kind generate_until sample: at the temperature that a task asks for, and near to 0 where it asks for the
+likeliest text. Tasks that ask for likelihoods get bounds (evaluate/likelihood.py): the scores say so.
 """
 
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 import yaml
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
@@ -19,102 +18,120 @@ from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
 from calm.data.loader import mix
-from calm.data.tokenizer import load_tokenizer
 from calm.errors import UserError, did_you_mean
+from calm.evaluate.likelihood import continuation_nats
 from calm.models.configuration import CalmConfig
-from calm.models.loading import load_calm, model_type
-from calm.sampling.generator import Generation
+from calm.models.loading import model_type
+from calm.noise import RowNoise
+from calm.processes import default_device
+from calm.sampling.next_chunk import Sampling
+from calm.sampling.text import Writer
 
 NEW_TOKENS = 256  # where a task does not say
+GREEDY = 0.1  # the temperature that stands for the likeliest text
+LATENTS = 64  # of a bound
+NOISE_OF_BOUNDS = 9
 
 
 @register_model("calm")
 class HarnessModel(LM):
     """A CALM model as lm_eval sees one: `lm_eval --model calm --model_args pretrained=DIR`."""
 
-    def __init__(self, pretrained: str, batch_size: int | str = 8, seed: int = 0, device: str | None = None, **_: Any):
+    def __init__(
+        self,
+        pretrained: str,
+        batch_size: int | str = 8,
+        seed: int = 0,
+        device: str | None = None,
+        num_latents: int = LATENTS,
+        **_: Any,
+    ):
         super().__init__()
-        directory = Path(pretrained)
-        self.model: Any = load_calm(directory)
-        self.model.to(torch.device(device or _device())).eval()
-        self.tokenizer = load_tokenizer(pretrained)
+        self.writer = Writer(Path(pretrained), device or default_device())
+        self.model, self.tokenizer = self.writer.model, self.writer.tokenizer
         self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 8
-        self.seed = int(seed)
+        self.seed, self.num_latents = int(seed), int(num_latents)
+        self.bounded = False  # whether anybody asked for a likelihood
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
+        kinds: dict[tuple[int, float], list[int]] = {}  # how many tokens at which temperature → the numbers of requests
         asked: list[Any] = [normalize_gen_kwargs(dict(cast(Any, request.args)[1]), NEW_TOKENS) for request in requests]
-        lengths: dict[int, list[int]] = {}  # how many tokens are wanted → the numbers of requests
         for number, wanted in enumerate(asked):
-            lengths.setdefault(int(wanted["max_gen_toks"]), []).append(number)
+            kinds.setdefault((int(wanted["max_gen_toks"]), _temperature(wanted)), []).append(number)
         answers = [""] * len(requests)
         with tqdm(total=len(requests), desc="generate_until") as bar:
-            for new_tokens, numbers in lengths.items():
+            for (new_tokens, temperature), numbers in kinds.items():
                 for first in range(0, len(numbers), self.batch_size):
                     batch = numbers[first : first + self.batch_size]
-                    prompts = [self._prompt(cast(Any, requests[number].args)[0], new_tokens) for number in batch]
-                    stops = [[stop for stop in asked[number].get("until") or [] if stop] for number in batch]
-                    texts = self._continue(prompts, stops, batch, new_tokens)
-                    for number, text in zip(batch, texts, strict=True):
-                        answers[number] = text
+                    pieces = self.writer.write(
+                        [self._end(self.tokenizer.encode(cast(Any, requests[n].args)[0]), new_tokens) for n in batch],
+                        Sampling(temperature),
+                        max_new_tokens=new_tokens,
+                        stops=[[stop for stop in asked[n].get("until") or [] if stop] for n in batch],
+                        numbers=batch,
+                        seed=self.seed,
+                    )
+                    for piece in pieces:
+                        answers[batch[piece.number]] += piece.text
                     bar.update(len(batch))
         return answers
 
-    def _continue(self, prompts: list[list[int]], stops: list[list[str]], numbers: list[int], new_tokens: int):
-        """Texts that follow prompts, each up to its first stop; their numbers seed their noise."""
-        generation = Generation(
-            self.model,
-            prompts,
-            [int(mix(self.seed, 8, number) >> 1) for number in numbers],
-            max_new_tokens=new_tokens,
-            end_id=self.tokenizer.end_id,
-            fill_id=self.tokenizer.fill_id,
-        )
-        ids: list[list[int]] = [[] for _ in prompts]
-        texts = [""] * len(prompts)
-        while generation.running:
-            for place, new in generation.step().items():
-                ids[place] += new
-                texts[place] = self.tokenizer.decode(ids[place])
-                if any(stop in texts[place] for stop in stops[place]):
-                    generation.end([place])
-        return [_cut(text, stop) for text, stop in zip(texts, stops, strict=True)]
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        answers = []
+        for number, request in enumerate(tqdm(requests, desc="bounds of likelihoods")):
+            context, continuation = cast(Any, request.args)
+            spaces = len(context) - len(context.rstrip())  # a token begins with its space, so it goes behind
+            context, continuation = context[: len(context) - spaces], context[len(context) - spaces :] + continuation
+            answers.append(self._bound(self.tokenizer.encode(context), self.tokenizer.encode(continuation), number))
+        return answers
 
-    def _prompt(self, text: str, new_tokens: int) -> list[int]:
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+        """Of whole texts: pieces of half the positions, each with the half before it."""
+        answers = []
+        for number, request in enumerate(tqdm(requests, desc="bounds of likelihoods")):
+            ids = self.tokenizer.encode(cast(Any, request.args)[0])
+            piece = max(1, (self._longest() or len(ids) + 1) // 2)
+            starts = range(0, len(ids), piece)
+            answers.append(sum(self._bound(ids[:start], ids[start : start + piece], number)[0] for start in starts))
+        return answers
+
+    def _bound(self, before: list[int], behind: list[int], number: int) -> tuple[float, bool]:
+        self.bounded = True
+        noise = RowNoise([int(mix(self.seed, NOISE_OF_BOUNDS, number) >> 1)], self.model.device)
+        before = self._end(before, len(behind)) or [self.tokenizer.end_id]
+        fill_id = self.tokenizer.fill_id if self.model.config.knows_fill else self.tokenizer.end_id
+        nats, likeliest = continuation_nats(self.model, before, behind, self.num_latents, noise, fill_id)
+        return -nats, likeliest
+
+    def _longest(self) -> int | None:
+        """Tokens that fit the model's positions."""
+        positions = getattr(self.model.config.backbone_config, "max_position_embeddings", None)
+        return None if positions is None else positions * self.model.config.chunk_size
+
+    def _end(self, ids: list[int], new_tokens: int) -> list[int]:
         """The end of a text that leaves room for its continuation."""
-        size, positions = self.model.config.chunk_size, self.model.config.backbone_config
-        longest = getattr(positions, "max_position_embeddings", None)
-        ids = self.tokenizer.encode(text)
+        size, longest = self.model.config.chunk_size, self._longest()
         if longest is None:
             return ids
-        room = (longest - -(-new_tokens // size)) * size
+        room = longest - -(-new_tokens // size) * size
         if room < size:
-            raise UserError(f"{new_tokens} new tokens do not fit the model's {longest} chunks of {size}")
+            raise UserError(f"{new_tokens} new tokens do not fit the model's {longest // size} chunks of {size}")
         return ids[-room:]
 
-    def loglikelihood(self, requests: list[Instance]) -> Any:
-        self._refuse("loglikelihood")
 
-    def loglikelihood_rolling(self, requests: list[Instance]) -> Any:
-        self._refuse("loglikelihood_rolling")
-
-    def _refuse(self, kind: str) -> None:
-        raise UserError(
-            f"the task asks for {kind}, and a CALM model has no likelihoods, only samples; tasks of the kind "
-            "generate_until work"
-        )
+def _temperature(wanted: dict[str, Any]) -> float:
+    """What a task asks for, as far as it can be had."""
+    asked = float(wanted.get("temperature") or 0) if wanted.get("do_sample") else 0.0
+    return min(asked, 1.0) or GREEDY
 
 
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def run_harness(
+    directory: Path, tasks: list[str], limit: int | None, batch_size: int, seed: int, num_latents: int = 0
+) -> dict[str, Any]:
+    """Results of tasks (names, patterns, or YAML files) for a CALM or a softmax model.
 
-
-def _cut(text: str, stops: list[str]) -> str:
-    """The text before the first stop in it."""
-    return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
-
-
-def run_harness(directory: Path, tasks: list[str], limit: int | None, batch_size: int, seed: int) -> dict[str, Any]:
-    """Results of tasks (names, patterns, or YAML files) for a CALM or a softmax model."""
+    Where a CALM model was asked for likelihoods, `likelihood_bound` says with how many latents they are bounded.
+    """
     files = [Path(task) for task in tasks if Path(task).is_file()]
     try:
         manager: Any = cast(Any, TaskManager)(include_path=[str(file.parent.resolve()) for file in files] or None)
@@ -122,9 +139,9 @@ def run_harness(directory: Path, tasks: list[str], limit: int | None, batch_size
         if unknown := [name for name in names if not manager.match_tasks([name])]:
             raise UserError(f"lm_eval has no task {unknown[0]!r}" + did_you_mean(unknown[0], manager.all_tasks))
         if model_type(directory) == CalmConfig.model_type:
-            model = cast(Any, HarnessModel)(str(directory), batch_size, seed)
+            model = cast(Any, HarnessModel)(str(directory), batch_size, seed, num_latents=num_latents or LATENTS)
         else:
-            model = cast(Any, HFLM)(pretrained=str(directory), batch_size=batch_size, device=_device())
+            model = cast(Any, HFLM)(pretrained=str(directory), batch_size=batch_size, device=default_device())
         found = cast(Any, simple_evaluate)(
             model=model,
             tasks=manager.match_tasks(names),
@@ -139,7 +156,9 @@ def run_harness(directory: Path, tasks: list[str], limit: int | None, batch_size
     except Exception as error:  # data that cannot be fetched, a file that is no task, a model that cannot be read
         reason = (str(error) or repr(error)).splitlines()[0]
         raise UserError(f"lm_eval cannot run {', '.join(tasks)}: {reason}") from error
-    return {"model": str(directory), "limit": limit, "seed": seed, "tasks": found["results"]}
+    bounded = model.num_latents if getattr(model, "bounded", False) else None
+    results = {"model": str(directory), "limit": limit, "seed": seed, "likelihood_bound": bounded}
+    return results | {"tasks": found["results"]}
 
 
 def _task_name(path: Path) -> str:

@@ -35,6 +35,7 @@ class Options:
     context: int | None = None  # tokens; a multiple of every K
     batch_size: int = 8
     seed: int = 0
+    num_latents: int = 0  # of the mixture that bounds a CALM model's likelihood; 0: no bound
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,11 @@ class Contender:
         for name, parameter in model.named_parameters():
             if not bool(parameter.isfinite().all()):
                 raise UserError(f"the weights in {self.directory} are damaged: {name} has values that are not finite")
-        kind = CalmEstimator if self.is_calm else SoftmaxEstimator
-        estimator = kind(model.to(among.device).eval(), length, options.num_samples)
+        model = model.to(among.device).eval()
+        if self.is_calm:
+            estimator = CalmEstimator(model, length, options.num_samples, options.num_latents)
+        else:
+            estimator = SoftmaxEstimator(model, length, options.num_samples)
         with torch.no_grad():
             estimator.check()
         return estimator
@@ -101,6 +105,8 @@ def evaluate_language_models(
     report: Report = lambda name, tokens, total: None,
 ) -> dict[str, Any]:
     """Scores of every model, and of each pair the difference with its paired interval."""
+    if options.num_latents and options.positions == "every":
+        raise ConfigError("a bound of the likelihood counts every token once; score it without --positions every")
     if options.num_samples < 2:
         raise ConfigError(f"a collision takes two: samples must be at least 2, not {options.num_samples}")
     if len({directory.resolve() for directory in directories}) < len(directories):
@@ -181,6 +187,7 @@ def _answer(
         "samples": options.num_samples,
         "context": length,
         "seed": options.seed,
+        "latents": options.num_latents or None,
         "models": {},
         "differences": {},
         "warnings": [],
@@ -190,7 +197,8 @@ def _answer(
         measures = {"chunk_size": contender.chunk_size if contender.is_calm else None}
         measures |= _plain(each.brier.compute(options.seed))
         if each.likelihood.tokens:
-            measures |= likelihood_measures(each.likelihood, text.tokens or 0, text.bytes)
+            likelihood = likelihood_measures(each.likelihood, text.tokens or 0, text.bytes)
+            measures |= {f"{name}_bound" if contender.is_calm else name: v for name, v in likelihood.items()}
         answer["models"][contender.name] = measures
         answer["warnings"] += [f"{contender.name}: {warning}" for warning in each.brier.warnings()]
     if options.positions != "own" or len({contender.chunk_size for contender in contenders}) == 1:

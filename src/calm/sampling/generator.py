@@ -81,6 +81,9 @@ class Generation:
     ):
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+        for token in {token for prompt in prompts for token in prompt}:
+            if not 0 <= token < model.config.vocab_size:
+                raise ConfigError(f"a prompt has token {token}, and the model has {model.config.vocab_size} words")
         self.model, self.end_id, self.max_new_tokens = model, end_id, max_new_tokens
         self.sampling = sampling or Sampling()
         self.search = search_of(model.autoencoder)
@@ -101,9 +104,8 @@ class Generation:
     def step(self) -> dict[int, list[int]]:
         """One more chunk for every running text: its number → new tokens, cut at the end of the text.
 
-        `chosen` then says how the chunks were found, row by row of this step's `rows`.
+        `chosen` then says how the chunks were found, in the same order.
         """
-        self.rows = self.running
         self.chosen = next_chunks(self.model, self.search, self._hidden(), self.sampling, self.noise)
         self.spent.add(self.chosen)
         self.next = self.chosen.chunks[:, None]  # (B, 1, K)

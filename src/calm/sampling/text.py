@@ -1,0 +1,134 @@
+"""From tokens to text that can be shown at once, and from a model directory to texts.
+
+Text grows by whole characters only (a character may have its bytes in several tokens), and nothing is shown that might
+turn out to be the beginning of a stop string.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from calm.data.loader import mix
+from calm.data.tokenizer import Tokenizer, load_tokenizer
+from calm.errors import ConfigError, UserError
+from calm.models.calm import CalmForCausalLM
+from calm.models.loading import load_calm
+from calm.sampling.generator import Generation, Spent
+from calm.sampling.next_chunk import Sampling
+
+UNFINISHED = "\ufffd"  # what a character's first bytes look like
+LONGEST_CHARACTER = 4  # bytes, so tokens at most
+NOISE_OF_TEXTS = 8  # tells this use of a seed from others
+
+
+class GrowingText:
+    """Tokens go in, text comes out as soon as it is sure; `stopped` once a stop string was met."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()):
+        if any(not stop for stop in stops):
+            raise ConfigError("a stop string must have a character")
+        self.tokenizer, self.stops = tokenizer, list(stops)
+        self.ids: list[int] = []
+        self.shown = 0  # characters that were given out
+        self.stopped = False
+
+    def push(self, ids: Sequence[int]) -> str:
+        """What can be shown now that these tokens have come."""
+        if self.stopped:
+            return ""
+        self.ids += ids
+        text = self.tokenizer.decode(self.ids)
+        if (cut := self._stop(text)) is not None:
+            self.stopped = True
+            return self._show(text, cut)
+        for _ in range(LONGEST_CHARACTER):
+            text = text.removesuffix(UNFINISHED)
+        return self._show(text, self._beginning_of_a_stop(text))
+
+    def finish(self) -> str:
+        """The rest, when no more tokens come."""
+        text = self.tokenizer.decode(self.ids)
+        return "" if self.stopped else self._show(text, len(text))
+
+    def _show(self, text: str, end: int) -> str:
+        new = text[self.shown : end]
+        self.shown = max(self.shown, end)
+        return new
+
+    def _stop(self, text: str) -> int | None:
+        return min((text.index(stop) for stop in self.stops if stop in text), default=None)
+
+    def _beginning_of_a_stop(self, text: str) -> int:
+        """Where a stop string may have begun at the end of the text."""
+        return min(
+            (len(text) - n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
+            default=len(text),
+        )
+
+
+@dataclass
+class Piece:
+    """What one step added to one text."""
+
+    number: int
+    text: str
+    ids: list[int]
+    agreement: float | None = None  # share of the candidates that were the chosen chunk
+
+
+class Writer:
+    """A model and its tokenizer, which continue texts."""
+
+    def __init__(self, directory: Path, device: torch.device | str = "cpu"):
+        self.model: CalmForCausalLM = load_calm(directory)
+        self.model.to(torch.device(device)).eval()  # pyright: ignore[reportArgumentType]
+        if not (directory / "tokenizer.json").exists():
+            raise UserError(f"{directory} holds no tokenizer.json, so it cannot read or write text; put its own there")
+        self.tokenizer = load_tokenizer(str(directory))
+        self.spent = Spent()
+        if self.tokenizer.vocab_size > self.model.config.vocab_size:
+            raise UserError(
+                f"the tokenizer in {directory} has {self.tokenizer.vocab_size} ids and the model only "
+                f"{self.model.config.vocab_size}: it is not its own"
+            )
+
+    def write(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        stops: Sequence[Sequence[str]] = (),
+        numbers: Sequence[int] | None = None,
+        seed: int = 0,
+    ) -> Iterator[Piece]:
+        """Continue texts (ids), piece by piece. Each has its own `stops`; `seed` and its number make its noise.
+
+        A last piece without tokens holds what had been kept back. `spent` says what it costs.
+        """
+        tokenizer = self.tokenizer
+        numbers = range(len(prompts)) if numbers is None else numbers
+        texts = [GrowingText(tokenizer, stops[place] if stops else ()) for place in range(len(prompts))]
+        generation = Generation(
+            self.model,
+            list(prompts),
+            [int(mix(seed, NOISE_OF_TEXTS, number) >> 1) for number in numbers],
+            max_new_tokens=max_new_tokens,
+            end_id=tokenizer.end_id,
+            fill_id=tokenizer.fill_id,
+            sampling=sampling,
+        )
+        self.spent = generation.spent
+        while generation.running:
+            found = generation.step()
+            agreement = generation.chosen.agreement
+            shares = [None] * len(found) if agreement is None else agreement.tolist()
+            for (place, ids), share in zip(found.items(), shares, strict=True):
+                yield Piece(place, texts[place].push(ids), ids, share)
+                if texts[place].stopped:
+                    generation.end([place])
+        for place, text in enumerate(texts):
+            if rest := text.finish():
+                yield Piece(place, rest, [])
