@@ -90,9 +90,7 @@ class LatentCandidates(Candidates):
 
     def drawn(self, count: int, rows: Tensor) -> Tensor:
         states = self.states.new_zeros(len(rows), count, self.states.shape[-1])
-        latents = self.model.head.sample(self.hidden[rows], count, self.noise.rows(rows.nonzero()[:, 0].tolist()))
-        if not bool(latents.isfinite().all()):
-            raise UserError("the model's samples are not finite numbers: its weights are damaged")
+        latents = _latents(self.model, self.hidden[rows], count, self.noise.rows(rows.nonzero()[:, 0].tolist()))
         states[rows] = self.model.autoencoder.decoder.chunk_states(latents.transpose(0, 1))
         self.states = torch.cat([self.states, states], dim=1)  # (B, N, d)
         return self.known.new_full((len(rows), count, self.known.shape[-1]), UNKNOWN)
@@ -118,11 +116,13 @@ def next_chunks(
         pool = draw(sampling.num_candidates)
         uniform = draw_uniform(noise, hidden, 1, model.config.chunk_size)[0]
         chunks, logs = sample_mixture(pool.log_probabilities, model.config.chunk_size, sampling.cut, uniform)
-        return Chosen(chunks, _sure(pool), log_probabilities=logs)
+        return Chosen(chunks, _sure(pool.there.sum(1)), log_probabilities=logs)
     if sampling.temperature == 1 or sampling.method == "noise":
         source = ScaledNoise(noise, sampling.temperature) if sampling.method == "noise" else noise
-        pool = LatentCandidates(model, search, hidden, source, 1)
-        return Chosen(pool.chunks(torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)), _sure(pool))
+        latents = _latents(model, hidden, 1, source)[0]
+        return Chosen(
+            model.autoencoder.tokens(latents, search), _sure(torch.ones_like(latents[:, 0], dtype=torch.long))
+        )
     s = inverse(sampling.temperature)
     if sampling.method == "exact":
         return _exactly(model, search, hidden, sampling.temperature, noise)
@@ -149,9 +149,7 @@ def _exactly(
         own = noise.rows([row])
 
         def draw(count: int, row: int = row, own: RowNoise = own) -> Tensor:
-            pool = LatentCandidates(model, search, hidden[row : row + 1], own, count)
-            places = pool.there.nonzero(as_tuple=True)
-            return torch.stack([pool.tokens(k, places) for k in range(model.config.chunk_size)], dim=-1)
+            return model.autoencoder.tokens(_latents(model, hidden[row : row + 1], count, own)[:, 0], search)
 
         chunk, cost = sample_at_temperature(draw, temperature, generator=own.generators[0])
         chunks.append(chunk)
@@ -161,8 +159,15 @@ def _exactly(
     )
 
 
-def _sure(pool: Candidates) -> Cost:
-    draws = pool.there.sum(1)
+def _latents(model: CalmForCausalLM, hidden: Tensor, count: int, noise: RowNoise) -> Tensor:
+    """(B, H) → (N, B, Z)."""
+    latents = model.head.sample(hidden, count, noise)
+    if not bool(latents.isfinite().all()):
+        raise UserError("the model's samples are not finite numbers: its weights are damaged")
+    return latents
+
+
+def _sure(draws: Tensor) -> Cost:
     return Cost(draws, torch.zeros_like(draws), torch.zeros_like(draws, dtype=torch.bool))
 
 
