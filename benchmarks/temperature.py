@@ -100,7 +100,7 @@ def settings(candidates: list[int]) -> list[tuple[str, str, Sampling]]:
     found += [(f"mixture, N = {few}, T", str(t), Sampling(t, few, "mixture")) for t in (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)]
     refilled = Sampling(1 / 3, min(200, largest), "token", refill=True)
     found += [("token, T = 1/3, N, refilled", str(refilled.num_candidates), refilled)]
-    found += [("noise scaled by", str(t), Sampling(t, method="noise")) for t in (0.75, 0.5, 0.25)]
+    found += [("noise scaled by", str(t), Sampling(t, method="noise")) for t in (0.5, 0.1, 0.03, 0.01)]
     return found
 
 
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--positions", type=int, default=400)
     parser.add_argument("--draws", type=int, default=4)
-    parser.add_argument("--candidates", type=int, nargs="+", default=[1, 10, 20, 50, 100, 200, 500])
+    parser.add_argument("--candidates", type=int, nargs="+", default=[1, 10, 20, 50, 100, 200])
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("temperature"))

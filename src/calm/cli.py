@@ -329,7 +329,9 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="What to continue; - reads it from stdin, none begins a text.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the continuation, at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="Above 0 and at most 1; lower is less surprising.")] = 1.0,
-    num_candidates: Annotated[int, typer.Option(min=1, help="Draws for each chunk below temperature 1.")] = 200,
+    num_candidates: Annotated[
+        int | None, typer.Option(min=1, help="Draws for each chunk below temperature 1: 200, of mixture 64.")
+    ] = None,
     method: Annotated[Method, typer.Option(help="How candidates become a chunk.")] = Method.token,
     tolerance: Annotated[
         float, typer.Option(help="Of batch: draw fewer candidates where the outcome is settled to this.")
@@ -361,7 +363,7 @@ def generate(
     logging.disable_progress_bar()
     with console.stderr.status("loading") if console.stderr.is_terminal else nullcontext():
         writer = Writer(model, default_device())
-    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    text = _prompt(prompt)
     pieces = writer.write(
         [writer.tokenizer.encode(text)] * num_samples,
         sampling,
@@ -380,6 +382,15 @@ def generate(
         sys.exit(INTERRUPTED)
     if warning := writer.spent.warning(sampling):
         console.warn(warning)
+
+
+def _prompt(given: str) -> str:
+    try:
+        text = sys.stdin.read().removesuffix("\n") if given == "-" else given
+        text.encode()
+    except UnicodeError as error:
+        raise UserError(f"the prompt is not UTF-8: {error}") from error
+    return text
 
 
 @app.command(epilog="Example: calm config laptop-autoencoder --set data.batch_size=8")

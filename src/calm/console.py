@@ -251,26 +251,33 @@ def coloured_chunks(tokenizer: "Tokenizer", ids: list[int], chunk_size: int) -> 
 
 
 def show_texts(pieces: Iterable["Piece"], count: int, chunks: bool) -> None:
-    """A single text as it comes; several one after the other, when all are there."""
+    """A single text as it comes; several one after the other, when all are there or it was interrupted."""
     if count == 1:
         for number, piece in enumerate(pieces):
-            stdout.print(_piece(piece, number, chunks), end="", soft_wrap=True)
-            stdout.file.flush()
-        stdout.print()
+            _write(piece, number, chunks)
+        print()
         return
-    texts = [Text() for _ in range(count)]
-    steps = [0] * count
-    for piece in pieces:
-        texts[piece.number].append_text(_piece(piece, steps[piece.number], chunks))
-        steps[piece.number] += 1
-    for number, text in enumerate(texts, start=1):
-        stdout.rule(f"{number} of {count}")
-        stdout.print(text, soft_wrap=True)
+    texts: list[list[Piece]] = [[] for _ in range(count)]
+    try:
+        for piece in pieces:
+            texts[piece.number].append(piece)
+    finally:
+        for number, text in enumerate(texts, start=1):
+            stdout.rule(f"{number} of {count}")
+            for step, piece in enumerate(text):
+                _write(piece, step, chunks)
+            print()
 
 
-def _piece(piece: "Piece", number: int, chunks: bool) -> Text:
-    if not chunks:
-        return Text(piece.text)
+def _write(piece: "Piece", number: int, chunks: bool) -> None:
+    if chunks:
+        stdout.print(_piece(piece, number), end="", soft_wrap=True)
+    else:
+        stdout.file.write(piece.text)  # as it is: rich would change tabs and control characters
+    stdout.file.flush()
+
+
+def _piece(piece: "Piece", number: int) -> Text:
     text = Text(piece.text.replace("\n", "↵"), style=CHUNK_COLOURS[number % len(CHUNK_COLOURS)])
     if piece.agreement is not None:
         text.append(

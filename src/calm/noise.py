@@ -50,6 +50,9 @@ class ScaledNoise(RowNoise):
     def __init__(self, noise: RowNoise, scale: float):
         self.generators, self.scale = noise.generators, scale
 
+    def rows(self, places: list[int]) -> "ScaledNoise":
+        return ScaledNoise(super().rows(places), self.scale)
+
     def draw(self, function, shape: tuple[int, ...]) -> Tensor:
         middle = 0.0 if function is torch.randn else 0.5
         return middle + self.scale * (super().draw(function, shape) - middle)

@@ -95,6 +95,7 @@ def test_temperatures_of_tasks():
     assert _temperature({"do_sample": True, "temperature": 0.7}) == 0.7
     assert _temperature({"do_sample": True, "temperature": 1.5}) == 1
     assert _temperature({"do_sample": False, "temperature": 0.7}) == 0.1
+    assert _temperature({"do_sample": True}) == 1
     assert _temperature({}) == 0.1
 
 

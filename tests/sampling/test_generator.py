@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from calm.errors import CalmWarning, ConfigError
-from calm.noise import RowNoise
+from calm.noise import RowNoise, ScaledNoise
 from calm.sampling.generator import Generation
 from calm.sampling.next_chunk import Sampling
 from tests.sampling.conftest import BACKBONE, END, FILL, make
@@ -189,6 +189,42 @@ def test_a_streamer_gets_the_prompt_and_chunk_after_chunk(model):
         model.generate(torch.ones(2, 3, dtype=torch.long), streamer=streamer)
 
 
+def test_a_stop_that_has_begun_is_not_streamed(model):
+    class Streamer(list):
+        def put(self, value):
+            self += value.flatten().tolist()
+
+        def end(self):
+            pass
+
+    ids, options = torch.tensor([[5, 6]]), {"max_new_tokens": 8, "eos_token_id": -1}
+    free = model.generate(ids, generator=torch.Generator().manual_seed(0), **options)[0].tolist()
+    for stop in (free[5:8], [free[5], 39]):  # one comes over a chunk border, one only begins
+        streamer = Streamer()
+        found = model.generate(
+            ids, generator=torch.Generator().manual_seed(0), stop=[stop], streamer=streamer, **options
+        )
+        assert streamer == found[0].tolist()
+
+
+def test_several_end_ids(model):
+    ids = torch.tensor([[5, 6]])
+    options = {"max_new_tokens": 8, "generator": torch.Generator().manual_seed(0)}
+    free = model.generate(ids, eos_token_id=-1, **options)[0, 2:].tolist()
+    options["generator"].manual_seed(0)
+    assert model.generate(ids, eos_token_id=[-1, free[3]], **options)[0, 2:].tolist() == free[: free.index(free[3])]
+
+
+def test_less_noise_makes_latents_alike():
+    model = make(2)
+    hidden = torch.randn(1, 16, generator=torch.Generator().manual_seed(0))
+    spread = {}
+    for scale in (1.0, 0.001):
+        noise = ScaledNoise(RowNoise([0, 1]), scale).rows([1])
+        spread[scale] = float(model.head.sample(hidden, 200, noise).std(0).mean())
+    assert spread[0.001] < 0.5 * spread[1.0]
+
+
 def test_one_candidate_is_temperature_one_and_that_is_told(model):
     for method in ("batch", "token"):
         options = {"temperature": 0.5, "num_candidates": 1, "method": method, "max_new_tokens": 4}
@@ -216,6 +252,11 @@ def test_one_candidate_is_temperature_one_and_that_is_told(model):
         ({"output_logits": True}, "no logits"),
         ({"temprature": 0.5}, "did you mean temperature"),
         ({"stop": [[]]}, "a stop without a token"),
+        ({"stop": "fox"}, "lists of token ids"),
+        ({"stop": [5]}, "lists of token ids"),
+        ({"temperature": "0.5"}, "at most 1, not 0.5"),
+        ({"max_new_tokens": 4.5}, "a whole number, at least 1, not 4.5"),
+        ({"num_candidates": 2.5}, "a whole number, at least 1, not 2.5"),
     ],
 )
 def test_arguments_that_make_no_sense(model, options, message):

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from calm.errors import CalmWarning, ConfigError
 from calm.sampling.candidates import UNKNOWN, Candidates
+from calm.sampling.rejection import expected_draws, sample_at_temperature
 from calm.sampling.temperature import (
-    expected_draws,
     grow_until_settled,
     inverse,
-    sample_at_temperature,
     sample_from_candidates,
     sample_token_by_token,
 )
@@ -126,13 +125,26 @@ def test_a_limit_is_kept_and_told():
     assert cost.fallbacks[0] > 0
 
 
+def test_no_more_is_drawn_than_the_limit_even_for_tiny_temperatures():
+    asked = []
+
+    def draw(n):
+        asked.append(n)
+        return torch.zeros(n, 1, dtype=torch.long)
+
+    _, cost = sample_at_temperature(draw, 1e-3, most_draws=300)
+    assert sum(asked) == 300
+    assert cost.draws[0] == 300
+    assert cost.unsettled[0]
+
+
 def test_exact_sampling_near_one_warns_of_its_cost():
     draw = box(torch.tensor([0.5, 0.5]), torch.Generator().manual_seed(0))
     with pytest.warns(CalmWarning, match="as many draws as there are chunks"):
         sample_at_temperature(draw, 0.8)
 
 
-@pytest.mark.parametrize("temperature", [0, -1, 1.5, math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0, -1, 1.5, math.nan, math.inf, 1e-309, "0.5", None])
 def test_temperatures_that_make_no_sense(temperature):
     with pytest.raises(ConfigError, match=r"above 0 and at most 1, not"):
         inverse(temperature)
@@ -154,10 +166,9 @@ def chosen(candidates: list[int], s: float, times: int, method=sample_from_candi
 
 
 def test_the_papers_example():
-    a, b, rest = 0, 1, [2, 3, 4, 5, 6]
+    a, b = 0, 1
     found = chosen([a, 2, a, 3, b, 4, a, 5, b, 6], 2, 20_000)
     assert set(found) == {a, b}
-    assert rest
     assert found[a] / 20_000 == pytest.approx(0.75, abs=4.5 * math.sqrt(0.75 * 0.25 / 20_000))
 
 
@@ -206,6 +217,19 @@ def test_chunks_count_whole():
     """The same tokens at some positions are no agreement."""
     rows = torch.tensor([[[1, 2], [1, 3], [2, 2], [4, 4], [4, 4]]]).expand(100, -1, -1)
     assert (sample_from_candidates(rows, 2.0)[0] == 4).all()
+
+
+@pytest.mark.parametrize("s", [2.0, 4.0, 6.0, 10.0, 3.5])
+def test_what_is_chosen_and_how_far_n_falls_are_those_of_plain_counting(s):
+    """Chunks of several tokens, where a frequent beginning may hide a chunk that is more frequent than its own."""
+    pools = torch.randint(3, (400, 20, 2), generator=torch.Generator().manual_seed(3))
+    pools[0] = torch.tensor([[0, i] for i in range(10)] + [[1, 5]] * 9 + [[2, 2]])
+    chunks, cost = sample_from_candidates(pools, s, generator=torch.Generator().manual_seed(0))
+    for pool, chunk, fallbacks in zip(pools.tolist(), chunks.tolist(), cost.fallbacks.tolist(), strict=True):
+        count = Counter(map(tuple, pool))
+        m = min(s, max(count.values()))
+        assert count[tuple(chunk)] >= m
+        assert fallbacks == math.ceil(s - m)
 
 
 def test_one_candidate_falls_back_to_temperature_one():

@@ -121,7 +121,7 @@ class HarnessModel(LM):
 
 def _temperature(wanted: dict[str, Any]) -> float:
     """What a task asks for, as far as it can be had."""
-    asked = float(wanted.get("temperature") or 0) if wanted.get("do_sample") else 0.0
+    asked = float(wanted.get("temperature", 1.0)) if wanted.get("do_sample") else 0.0
     return min(asked, 1.0) or GREEDY
 
 

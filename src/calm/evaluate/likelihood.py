@@ -8,18 +8,19 @@ from torch import Tensor
 
 from calm.models.calm import CalmForCausalLM
 from calm.noise import RowNoise
+from calm.sampling.generator import whole_chunks
 from calm.sampling.mixture import Mixture, mixture_nats
 from calm.sampling.next_chunk import LatentCandidates
 from calm.sampling.vocabulary import search_of
 from calm.scores.vocabulary import nearest_words
 
-ROOM = 2**24  # numbers held at once
+ROOM = 2**22  # numbers of a row held at once
 
 
 def chunk_nats(model: CalmForCausalLM, hidden: Tensor, chunks: Tensor, num_latents: int, noise: RowNoise) -> Tensor:
     """At most what the model pays for chunks (B, L, K) behind states (B, L, H), in nats a token: (B, L, K)."""
     words = model.autoencoder.embedding.weight
-    at_once = max(1, ROOM // (chunks.numel() * words.shape[1]))
+    at_once = max(1, ROOM // (chunks[0].numel() * words.shape[1]))  # whatever rows there are: noise comes in this order
     each = []
     for first in range(0, num_latents, at_once):
         latents = model.head.sample(hidden, min(at_once, num_latents - first), noise)  # (n, B, L, Z)
@@ -38,6 +39,10 @@ def continuation_nats(
     The border between the two is a chunk border; of the last chunk only the tokens that are there count.
     """
     size, device = model.config.chunk_size, model.device
+    if not behind:
+        return 0.0, True
+    if not model.config.knows_fill:
+        before = whole_chunks(before, size)
     ids = [fill_id] * (-len(before) % size) + before + behind
     first = (len(ids) - len(behind)) // size  # the first chunk to score
     whole = torch.tensor(ids[: (len(ids) - 1) // size * size], device=device)

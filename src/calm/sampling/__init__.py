@@ -2,13 +2,8 @@
 
 from calm.sampling.candidates import Candidates
 from calm.sampling.mixture import Cut, mixture_nats, sample_mixture
-from calm.sampling.temperature import (
-    Cost,
-    expected_draws,
-    sample_at_temperature,
-    sample_from_candidates,
-    sample_token_by_token,
-)
+from calm.sampling.rejection import expected_draws, sample_at_temperature
+from calm.sampling.temperature import Cost, sample_from_candidates, sample_token_by_token
 
 __all__ = [
     "Candidates",

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from calm.errors import ConfigError
+
 UNKNOWN = -1
 
 
@@ -27,7 +29,8 @@ class Candidates:
         self.there = torch.cat([self.there, rows[:, None].expand(-1, count)], dim=1)
 
     def drawn(self, count: int, rows: Tensor) -> Tensor:
-        assert self.draw is not None
+        if self.draw is None:
+            raise ConfigError("candidates that are given cannot be refilled; make Candidates with a function to draw")
         return self.draw(count)
 
     def tokens(self, position: int, places: tuple[Tensor, ...]) -> Tensor:

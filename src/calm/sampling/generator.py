@@ -55,13 +55,13 @@ class Spent:
         if sampling.method == "exact" and self.unsettled:
             return f"{self.unsettled} of {self.chunks} chunks hit the limit of draws and are approximate"
         if sampling.method == "batch" and 2 * self.fallen_back > self.chunks:
-            remedy = "take more candidates or the method 'token'" if sampling.num_candidates > 1 else "take more"
+            remedy = "take more candidates or the method 'token'" if sampling.number > 1 else "take more"
             return (
                 f"for {self.fallen_back} of {self.chunks} chunks no candidate came up often enough among "
-                f"{sampling.num_candidates}, so the temperature acted less or not at all; {remedy}"
+                f"{sampling.number}, so the temperature acted less or not at all; {remedy}"
             )
-        if sampling.method == "token" and sampling.num_candidates < 1 / sampling.temperature:
-            return f"{sampling.num_candidates} candidates are too few for a temperature of {sampling.temperature}"
+        if sampling.method == "token" and sampling.number < 1 / sampling.temperature:
+            return f"{sampling.number} candidates are too few for a temperature of {sampling.temperature}"
         return None
 
 
@@ -79,8 +79,8 @@ class Generation:
         fill_id: int,
         sampling: Sampling | None = None,
     ):
-        if max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens must be a whole number, at least 1, not {max_new_tokens}")
         for token in {token for prompt in prompts for token in prompt}:
             if not 0 <= token < model.config.vocab_size:
                 raise ConfigError(f"a prompt has token {token}, and the model has {model.config.vocab_size} words")
@@ -94,7 +94,7 @@ class Generation:
         self.spent = Spent()
         size = model.config.chunk_size
         if not model.config.knows_fill:
-            prompts, fill_id = [_whole_chunks(prompt, size) for prompt in prompts], end_id
+            prompts, fill_id = [whole_chunks(prompt, size) for prompt in prompts], end_id
         self.next, self.read = _laid_out(prompts, size, end_id, fill_id)  # (B, L, K) and (B, L)
         self.next, self.read = self.next.to(model.device), self.read.to(model.device)
         steps = -(-max_new_tokens // size)
@@ -146,7 +146,7 @@ class Generation:
         ).last_hidden_state[:, -1]
 
 
-def _whole_chunks(prompt: list[int], size: int) -> list[int]:
+def whole_chunks(prompt: list[int], size: int) -> list[int]:
     """For a model that never saw fill: up to K-1 leading tokens are left out, unless that is all there is."""
     return prompt[len(prompt) % size :] if len(prompt) >= size else prompt
 
@@ -171,7 +171,7 @@ def generate(
     stop: Sequence[Sequence[int]] = (),
     generator: torch.Generator | None = None,
     streamer: Any = None,
-    eos_token_id: int | None = None,
+    eos_token_id: int | list[int] | None = None,
     pad_token_id: int | None = None,
     **options: Any,
 ) -> Tensor:
@@ -182,8 +182,9 @@ def generate(
     then chunk after chunk of a single text.
     """
     sampling = _sampling(options)
-    end_id = _role("eos_token_id", eos_token_id, model)
-    fill_id = _role("pad_token_id", pad_token_id, model)
+    end_id, *ends = _role("eos_token_id", eos_token_id, model)
+    fill_id = _role("pad_token_id", pad_token_id, model)[0]
+    stops = [*_token_lists(stop), *([other] for other in ends)]
     if input_ids.ndim != 2 or not len(input_ids):
         raise ConfigError(f"input_ids should have the shape (B, T), not {tuple(input_ids.shape)}")
     there = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -191,8 +192,6 @@ def generate(
         raise ConfigError(f"attention_mask of shape {tuple(there.shape)} for input_ids of {tuple(input_ids.shape)}")
     if streamer is not None and len(input_ids) > 1:
         raise ConfigError(f"a streamer takes one text, and there are {len(input_ids)}")
-    if any(not len(ids) for ids in stop):
-        raise ConfigError("a stop without a token would end every text at once")
     prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, there, strict=True)]
     device = None if generator is None else generator.device
     seeds = torch.randint(2**62, (len(prompts),), generator=generator, device=device).tolist()
@@ -202,15 +201,18 @@ def generate(
     if streamer is not None:
         streamer.put(input_ids.cpu())
     new: list[list[int]] = [[] for _ in prompts]
+    shown = 0
     while generation.running:
         for number, tokens in generation.step().items():
-            before = len(new[number])
             new[number] += tokens
-            if (cut := _first_stop(new[number], stop)) is not None:
+            if (cut := _first_stop(new[number], stops)) is not None:
                 new[number] = new[number][:cut]
                 generation.end([number])
-            if streamer is not None and len(new[number]) > before:
-                streamer.put(torch.tensor(new[number][before:]))
+        if streamer is not None:
+            sure = len(new[0]) - (_begun_stop(new[0], stops) if generation.running else 0)
+            if sure > shown:
+                streamer.put(torch.tensor(new[0][shown:sure]))
+                shown = sure
     if streamer is not None:
         streamer.end()
     if warning := generation.spent.warning(sampling):
@@ -229,14 +231,28 @@ def _sampling(options: dict[str, Any]) -> Sampling:
     return Sampling(**{name: value for name, value in options.items() if name != "do_sample"})
 
 
-def _role(name: str, given: int | None, model: CalmForCausalLM) -> int:
+def _role(name: str, given: int | list[int] | None, model: CalmForCausalLM) -> list[int]:
+    """The ids of a role; a config.json may name several."""
     found = given if given is not None else getattr(model.config, name, None)
     if found is None:
         raise ConfigError(f"the model's config.json has no {name}; give it to generate")
-    return int(found)
+    return list(found) if isinstance(found, list | tuple) else [int(found)]
 
 
-def _first_stop(ids: list[int], stops: Sequence[Sequence[int]]) -> int | None:
+def _token_lists(stop: Any) -> list[list[int]]:
+    if isinstance(stop, str) or not all(isinstance(ids, list | tuple) for ids in stop):
+        raise ConfigError("stop takes lists of token ids, as tokenizer.encode gives them; calm generate takes strings")
+    if not all(stop):
+        raise ConfigError("a stop without a token would end every text at once")
+    return [list(ids) for ids in stop]
+
+
+def _first_stop(ids: list[int], stops: list[list[int]]) -> int | None:
     """Where the first of some sequences begins."""
-    found = (start for start in range(len(ids)) if any(list(stop) == ids[start : start + len(stop)] for stop in stops))
-    return next(found, None)
+    places = range(len(ids))
+    return next((place for place in places if any(s == ids[place : place + len(s)] for s in stops)), None)
+
+
+def _begun_stop(ids: list[int], stops: list[list[int]]) -> int:
+    """How many tokens at the end may be the beginning of a stop."""
+    return max((n for stop in stops for n in range(1, len(stop)) if ids[-n:] == stop[:n]), default=0)

@@ -39,7 +39,8 @@ class Cut:
         """Of log-probabilities (B, V): what is left, tempered and normalised."""
         p = (log_probabilities.double() / self.temperature).softmax(-1)
         if self.top_k is not None and self.top_k < p.shape[-1]:
-            p = p.where(p >= p.topk(self.top_k).values[:, -1:], 0)
+            top = p.topk(self.top_k)
+            p = torch.zeros_like(p).scatter(-1, top.indices, top.values)
             p = p / p.sum(-1, keepdim=True)
         if self.top_p is not None:
             ordered, order = p.sort(-1, descending=True)

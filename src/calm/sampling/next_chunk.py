@@ -18,17 +18,19 @@ from calm.models.calm import CalmForCausalLM
 from calm.noise import RowNoise, ScaledNoise, draw_uniform
 from calm.sampling.candidates import UNKNOWN, Candidates
 from calm.sampling.mixture import Cut, sample_mixture
+from calm.sampling.rejection import sample_at_temperature
 from calm.sampling.temperature import (
     Cost,
     grow_until_settled,
     inverse,
-    sample_at_temperature,
     sample_from_candidates,
     sample_token_by_token,
 )
 from calm.sampling.vocabulary import VocabularySearch
 
 Method = Literal["token", "batch", "exact", "mixture", "noise"]
+MANY, FEW = 200, 64  # candidates: those that are counted, those whose softmaxes are averaged
+ROOM = 2**26  # probabilities held at once
 BLOCK = 25  # candidates that are drawn at once where a tolerance may spare the rest
 
 
@@ -37,7 +39,7 @@ class Sampling:
     """How chunks are chosen."""
 
     temperature: float = 1.0
-    num_candidates: int = 200  # N
+    num_candidates: int | None = None  # N; by default 200, and 64 for "mixture"
     method: Method = "token"
     tolerance: float = 0.0  # of "batch": the total variation at which no more candidates are drawn; 0 is all of them
     refill: bool = False  # of "token": draw anew where fewer than 1/T candidates agree with the tokens so far
@@ -49,8 +51,10 @@ class Sampling:
         if self.method not in get_args(Method):
             known = get_args(Method)
             raise ConfigError(f"method must be one of {', '.join(known)}{did_you_mean(self.method, known)}")
-        if self.num_candidates < 1:
-            raise ConfigError(f"num_candidates must be at least 1, not {self.num_candidates}")
+        if self.num_candidates is None:
+            object.__setattr__(self, "num_candidates", FEW if self.method == "mixture" else MANY)
+        if not isinstance(self.num_candidates, int) or self.num_candidates < 1:
+            raise ConfigError(f"num_candidates must be a whole number, at least 1, not {self.num_candidates}")
         if not 0 <= self.tolerance <= 1:
             raise ConfigError(f"tolerance is a total variation, from 0 to 1, not {self.tolerance}")
         for name, method in {"tolerance": "batch", "refill": "token"}.items():
@@ -65,6 +69,11 @@ class Sampling:
                     f"{name} needs probabilities of tokens, which a CALM model has with the method 'mixture' only"
                 )
         inverse(self.temperature)
+
+    @property
+    def number(self) -> int:
+        assert self.num_candidates is not None
+        return self.num_candidates
 
     @property
     def cut(self) -> Cut:
@@ -113,10 +122,7 @@ def next_chunks(
         return LatentCandidates(model, search, hidden, noise, count)
 
     if sampling.method == "mixture":
-        pool = draw(sampling.num_candidates)
-        uniform = draw_uniform(noise, hidden, 1, model.config.chunk_size)[0]
-        chunks, logs = sample_mixture(pool.log_probabilities, model.config.chunk_size, sampling.cut, uniform)
-        return Chosen(chunks, _sure(pool.there.sum(1)), log_probabilities=logs)
+        return _mixture(model, search, hidden, sampling, noise)
     if sampling.temperature == 1 or sampling.method == "noise":
         source = ScaledNoise(noise, sampling.temperature) if sampling.method == "noise" else noise
         latents = _latents(model, hidden, 1, source)[0]
@@ -127,17 +133,36 @@ def next_chunks(
     if sampling.method == "exact":
         return _exactly(model, search, hidden, sampling.temperature, noise)
     if sampling.method == "token":
-        pool, fewest = draw(sampling.num_candidates), -int(-s // 1) if sampling.refill else 0
-        chunks, cost = sample_token_by_token(pool, s, generator=noise, refill=sampling.num_candidates, fewest=fewest)
+        pool, fewest = draw(sampling.number), -int(-s // 1) if sampling.refill else 0
+        chunks, cost = sample_token_by_token(pool, s, generator=noise, refill=sampling.number, fewest=fewest)
     elif sampling.tolerance:
-        pool = draw(min(BLOCK, sampling.num_candidates))
-        unsettled = grow_until_settled(pool, s, sampling.num_candidates, sampling.tolerance, BLOCK)
+        pool = draw(min(BLOCK, sampling.number))
+        unsettled = grow_until_settled(pool, s, sampling.number, sampling.tolerance, BLOCK)
         chunks, cost = sample_from_candidates(pool, s, generator=noise)
         cost = cost._replace(unsettled=unsettled)
     else:
-        pool = draw(sampling.num_candidates)
+        pool = draw(sampling.number)
         chunks, cost = sample_from_candidates(pool, s, generator=noise)
     return Chosen(chunks, cost, _agreement(pool, chunks))
+
+
+def _mixture(
+    model: CalmForCausalLM, search: VocabularySearch, hidden: Tensor, sampling: Sampling, noise: RowNoise
+) -> Chosen:
+    """As many rows at a time as there is room for their softmaxes."""
+    size, count = model.config.chunk_size, sampling.number
+    at_once = max(1, ROOM // (count * model.config.vocab_size))
+    chunks, logs = [], []
+    for first in range(0, len(hidden), at_once):
+        rows = hidden[first : first + at_once]
+        own = noise.rows(list(range(first, first + len(rows))))
+        pool = LatentCandidates(model, search, rows, own, count)
+        uniform = draw_uniform(own, rows, 1, size)[0]
+        found = sample_mixture(pool.log_probabilities, size, sampling.cut, uniform)
+        chunks.append(found[0])
+        logs.append(found[1])
+    draws = torch.full((len(hidden),), count, device=hidden.device)
+    return Chosen(torch.cat(chunks), _sure(draws), log_probabilities=torch.cat(logs))
 
 
 def _exactly(

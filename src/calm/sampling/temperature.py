@@ -1,28 +1,25 @@
 """Temperature without likelihoods (§5): from draws of P alone to P(x)^(1/T), normalised.
 
-    sample_at_temperature   Algorithm 1: exact for any T in (0, 1], by rejection
     sample_from_candidates  Algorithm 2: of N candidates, chunks that occur c times weigh C(c, n), T = 1/n
     sample_token_by_token   the same for one token after the other, as a softmax model applies temperature
 
-The last two converge as N grows. For T that is no 1/n they take the gamma function's binomial: an unbiased estimate of
-p^s exists only for whole s (it is a polynomial in p), so there even the weights are right only in the limit.
+Both converge as N grows; rejection.py is exact. For T that is no 1/n they take the gamma function's binomial: an
+unbiased estimate of p^s exists only for whole s (it is a polynomial in p), so there even the weights are right only in
+the limit.
 """
 
 import math
-import warnings
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from calm.errors import CalmWarning, ConfigError
+from calm.errors import ConfigError
 from calm.noise import Source, draw_uniform, pick
 from calm.sampling.candidates import Candidates
 
 WHOLE = 1e-9  # 1/T that is so close to an integer is that integer
-MOST_DRAWS = 100_000
-LARGEST_BLOCK = 4096
+COLDEST = 1e-9  # below, 1/T is no number to count with
 REFILLS = 4  # how often a row whose candidates run out may ask for as many again
 
 
@@ -36,115 +33,12 @@ class Cost(NamedTuple):
 
 def inverse(temperature: float) -> float:
     """1/T of a temperature in (0, 1]."""
-    if not 0 < temperature <= 1:
-        remedy = "; for the likeliest text take a small one, like 0.1" if temperature == 0 else ""
+    if not isinstance(temperature, int | float) or not COLDEST <= temperature <= 1:
+        small = isinstance(temperature, int | float) and 0 <= temperature < COLDEST
+        remedy = "; for the likeliest text take a small one, like 0.1" if small else ""
         raise ConfigError(f"temperature must be above 0 and at most 1, not {temperature}{remedy}")
     s = 1 / temperature
     return float(round(s)) if abs(s - round(s)) <= WHOLE else s
-
-
-def expected_draws(probabilities: Tensor, temperature: float) -> float:
-    """Theorem 2: the draws that Algorithm 1 needs on average for a known distribution."""
-    s, p = inverse(temperature), probabilities.double()
-    p = p[p > 0]
-    second = float((p ** (s - 1)).sum()) if s % 1 else 0.0
-    return (math.floor(s) + second) / float((p**s).sum())
-
-
-def sample_at_temperature(
-    draw: Callable[[int], Tensor],
-    temperature: float,
-    *,
-    generator: torch.Generator | None = None,
-    block: int = 64,
-    most_draws: int = MOST_DRAWS,
-) -> tuple[Tensor, Cost]:
-    """Algorithm 1: one chunk (K,) from `draw(n)` → n independent draws (n, K), and what it cost.
-
-    Draws are fetched in blocks and used in their order, so the blocks change nothing. After `most_draws` it gives up
-    and takes what Algorithm 2 makes of all that were drawn; the cost then says unsettled.
-    """
-    s = inverse(temperature)
-    n, fraction = math.floor(s), s % 1
-    if 0.5 < temperature < 1:
-        warnings.warn(
-            f"exact sampling at temperature {temperature} may need as many draws as there are chunks; at 0.5 and below "
-            "it is cheaper, and batches are cheap everywhere",
-            CalmWarning,
-            stacklevel=2,
-        )
-    draws = _Draws(draw, max(block, n), most_draws)
-    try:
-        while True:
-            chunk = _same_n_times(draws, n)
-            if not fraction or _coin(draws, chunk, fraction, generator):
-                return chunk, Cost(torch.tensor([draws.used]), torch.tensor([0]), torch.tensor([False]))
-    except _Exhausted:
-        chunks, cost = sample_from_candidates(torch.cat(draws.blocks)[None], s, generator=generator)
-        return chunks[0], Cost(cost.draws, cost.fallbacks, torch.ones_like(cost.unsettled))
-
-
-def _same_n_times(draws: "_Draws", n: int) -> Tensor:
-    """Stage 1 of Algorithm 1: the first of the next groups of n draws that are all the same."""
-    while True:
-        ahead = draws.ahead(n)
-        groups = ahead[: len(ahead) // n * n].unflatten(0, (-1, n))
-        same = (groups == groups[:, :1]).flatten(1).all(1)
-        if bool(same.any()):
-            first = int(same.byte().argmax())
-            draws.use((first + 1) * n)
-            return groups[first, 0]
-        draws.use(len(groups) * n)
-
-
-def _coin(draws: "_Draws", chunk: Tensor, fraction: float, generator: torch.Generator | None) -> bool:
-    """Stage 2, a Bernoulli factory: heads with probability P(chunk)^fraction."""
-    i = 1
-    while True:
-        ahead = draws.ahead(1)
-        heads = (ahead == chunk).flatten(1).all(1)
-        tries = torch.arange(i, i + len(ahead), dtype=torch.double)
-        device = None if generator is None else generator.device
-        uniform = torch.rand(len(ahead), generator=generator, device=device, dtype=torch.double).cpu()
-        ended = heads | (uniform < fraction / tries).to(heads.device)
-        if bool(ended.any()):
-            first = int(ended.byte().argmax())
-            draws.use(first + 1)
-            return bool(heads[first])
-        draws.use(len(ahead))
-        i += len(ahead)
-
-
-class _Exhausted(Exception):
-    pass
-
-
-class _Draws:
-    """Independent draws in their order, fetched in blocks that grow."""
-
-    def __init__(self, draw: Callable[[int], Tensor], block: int, most: int):
-        self.draw, self.block, self.most = draw, block, most
-        self.blocks: list[Tensor] = []
-        self.fetched: Tensor | None = None  # and not used
-        self.used = 0
-
-    def ahead(self, count: int) -> Tensor:
-        """At least so many draws that nobody has used."""
-        while self.fetched is None or len(self.fetched) < count:
-            new = self.draw(self.block)
-            if len(new) != self.block:
-                raise ConfigError(f"draw({self.block}) should return so many draws, not {len(new)}")
-            self.blocks.append(new)
-            self.fetched = new if self.fetched is None else torch.cat([self.fetched, new])
-            self.block = min(2 * self.block, LARGEST_BLOCK)
-        return self.fetched
-
-    def use(self, count: int) -> None:
-        assert self.fetched is not None
-        self.fetched = self.fetched[count:]
-        self.used += count
-        if self.used > self.most:
-            raise _Exhausted
 
 
 def sample_from_candidates(
@@ -262,8 +156,8 @@ def expected_error(pool: Candidates, count: Tensor, exponent: float) -> Tensor:
 def chunk_counts(pool: Candidates, rows: Tensor, fewest: Tensor) -> tuple[Tensor, Tensor]:
     """How often each candidate's chunk occurs in its row, 0 where that is fewer than `fewest` (B,): (B, N).
 
-    Also the largest number that is still possible for a row where none is found. A chunk occurs no more often than its
-    beginning does, so what is too rare is left behind token by token.
+    Also the largest number that is still possible for a row where none is found (B,). A chunk occurs no more often than
+    its beginning does, so what is too rare is left behind token by token.
     """
     live = pool.there & rows[:, None]
     row = torch.arange(len(rows), device=rows.device)[:, None].expand_as(live)
@@ -274,8 +168,9 @@ def chunk_counts(pool: Candidates, rows: Tensor, fewest: Tensor) -> tuple[Tensor
         found, often = _regroup(group[places], pool.tokens(k, places))
         group = torch.zeros_like(row).masked_scatter_(live, found)
         number = torch.zeros_like(row).masked_scatter_(live, often)
-        most = torch.where(live.any(1), number.amax(1), most)
-        live = live & (number >= fewest[:, None])
+        rare = live & (number < fewest[:, None])
+        most = most.maximum(torch.where(rare, number, 0).amax(1))
+        live = live & ~rare
     return torch.where(live, number, 0).double(), most
 
 

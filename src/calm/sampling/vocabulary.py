@@ -27,7 +27,7 @@ ROUNDING = 1e-5  # of |w|·|g|: more than what fp32 can be off
 def search_of(autoencoder: ChunkAutoencoder) -> "VocabularySearch":
     """The search for an autoencoder's words, made once as long as they stay what they are."""
     words = autoencoder.embedding.weight
-    state = (words.data_ptr(), words._version, words.dtype)
+    state = (words.data_ptr(), 0 if words.is_inference() else words._version, words.dtype)
     if autoencoder not in _MADE or _MADE[autoencoder][0] != state:
         like = None
         if not _read_whole(words):
