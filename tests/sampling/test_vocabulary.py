@@ -83,6 +83,20 @@ def test_states_that_repeat_are_answered_once():
     assert wrong(search, states) == 0
 
 
+def test_bounds_come_closer_once_states_are_known(monkeypatch):
+    monkeypatch.setattr(vocabulary, "ENOUGH", 200)
+    generator = torch.Generator().manual_seed(5)
+    words = torch.randn(2000, 32, generator=generator)
+    plane = torch.randn(6, 32, generator=generator)
+    search, shares = VocabularySearch(words), []
+    for _ in range(3):
+        states = torch.randn(150, 6, generator=generator) @ plane
+        search.looked_at = search.asked = 0
+        assert wrong(search, states) == 0
+        shares.append(search.looked_at / search.asked)
+    assert shares[2] < 0.7 * shares[0]
+
+
 def test_less_caution_is_faster_and_may_be_wrong():
     generator = torch.Generator().manual_seed(3)
     words, states = torch.randn(3000, 64, generator=generator), torch.randn(200, 64, generator=generator)

@@ -20,6 +20,7 @@ from calm.scores.vocabulary import most_probable_words
 PAGE = 1024  # words
 SHEET = 2**20  # bounds computed at once: what fits a cache
 SMALL = 2**14  # a vocabulary that is as quickly read as searched
+ENOUGH = 2048  # states, to know their directions
 MOST_STATES = 1024  # searched for at once
 ROUNDING = 1e-5  # of |w|·|g|: more than what fp32 can be off
 
@@ -49,7 +50,9 @@ def _read_whole(words: Tensor) -> bool:
 class VocabularySearch:
     """Answers for one matrix of words (V, d), which must not change.
 
-    `like` (n, d) are states as they will be asked for: the better their directions are known, the closer the bounds.
+    The better the directions of the states are known, the closer are the bounds: it begins with those of `like` (n, d),
+    or of the words, and takes those of the states themselves as soon as it has met enough of them.
+
     `caution` is the share of |w₂|·|g₂| that is feared: 1 is exact. Lengths that have little to do with each other are
     never that parallel, so less is faster and almost always right; docs/sampling.md has measured errors.
     """
@@ -62,23 +65,34 @@ class VocabularySearch:
         self.full = _read_whole(words)
         if self.full:
             return
-        self.kept = directions or words.shape[1] // 4
-        sample = words if like is None else like
-        _, basis = torch.linalg.eigh((sample.T @ sample).double())
-        self.basis = basis.flip(1).to(words.dtype)  # the directions with most of the states first
+        self.kept, self.caution = directions or words.shape[1] // 4, caution
         lengths = words.norm(dim=1)
         self.order = lengths.argsort(descending=True)
         self.lengths = lengths[self.order][::PAGE]  # of each page's longest word
         self.sorted = words[self.order]
+        self.met: list[Tensor] | None = []  # states, until there are enough
+        self._lay_out(words if like is None else like)
+
+    def _lay_out(self, like: Tensor) -> None:
+        _, basis = torch.linalg.eigh((like.T @ like).double())
+        self.basis = basis.flip(1).to(self.words.dtype)  # the directions with most of the states first
         rotated = self.sorted @ self.basis
-        rest = caution * rotated[:, self.kept :].norm(dim=1, keepdim=True)
+        rest = self.caution * rotated[:, self.kept :].norm(dim=1, keepdim=True)
         self.screen = torch.cat([rotated[:, : self.kept], rest], dim=1)  # (V, k + 1)
+
+    def _meet(self, states: Tensor) -> None:
+        if self.met is not None:
+            self.met.append(states)
+            if sum(map(len, self.met)) >= ENOUGH:
+                self._lay_out(torch.cat(self.met))
+                self.met = None
 
     @torch.no_grad()
     def __call__(self, states: Tensor) -> Tensor:
         """(n, d) → (n,)."""
         if self.full or not len(states):
             return most_probable_words(states, self.words)
+        self._meet(states)
         if len(torch.unique(states[:, 0])) < len(states):  # some may be the same: each is answered once
             states, place = torch.unique(states, dim=0, return_inverse=True)
         else:
