@@ -20,6 +20,7 @@ ORDER = [
     {"config", "train"},
     {"serve", "paper"},
     {"console"},
+    {"evaluate_command"},
     {"cli"},
     {"__main__"},
 ]

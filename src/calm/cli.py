@@ -7,16 +7,13 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from typer.exceptions import TyperException
 
 from calm import __version__
 from calm.errors import CalmWarning, UserError
-
-if TYPE_CHECKING:
-    from calm.evaluate.language_models import Options
 
 app = typer.Typer(
     name="calm",
@@ -126,7 +123,7 @@ def prepare(
             warn=console.warn,
         )
     if as_json:
-        _print_json(manifest)
+        console.print_json(manifest)
     else:
         _show_prepared(output, manifest)
 
@@ -174,7 +171,7 @@ def train(
     with console.training_progress(resolved.train.steps, enabled=first) as report:
         summary = run(resolved, output, resume=resume, report=report, warn=console.warn)
     if first and as_json:
-        _print_json(summary)
+        console.print_json(summary)
     elif first:
         console.stdout.print(console.values_table(f"{resolved.stage} in {output}", summary))
         console.stdout.print(f"The model is in {output / 'model'}, the curve in {output / 'loss.png'}", soft_wrap=True)
@@ -210,6 +207,7 @@ def evaluate(
     """
     from transformers.utils import logging
 
+    from calm import evaluate_command
     from calm.models.configuration import ChunkAutoencoderConfig
     from calm.models.loading import model_type
 
@@ -219,106 +217,16 @@ def evaluate(
     if limit is not None and not harness:
         raise UserError("--limit is for a task of lm_eval (--harness)")
     if harness:
-        _run_harness(models, harness, limit, batch_size, seed, likelihood_bound, output, as_json)
+        evaluate_command.run_harness(models, harness, limit, batch_size, seed, likelihood_bound, output, as_json)
     elif data is None:
         raise UserError("--data is missing: a directory made by calm prepare, or a file of text")
     elif len(models) == 1 and model_type(models[0]) == ChunkAutoencoderConfig.model_type:
-        _evaluate_autoencoder(models[0], data, split, batch_size, output, as_json)
+        evaluate_command.evaluate_autoencoder(models[0], data, split, batch_size, output, as_json)
     else:
         from calm.evaluate.language_models import Options
 
         options = Options(samples, positions.value, context, batch_size, seed, likelihood_bound)
-        _evaluate_language_models(models, data, split, options, output, as_json)
-
-
-def _evaluate_language_models(
-    models: list[Path], data: Path, split: str, options: "Options", output: Path | None, as_json: bool
-) -> None:
-    from calm import console
-    from calm.evaluate.language_models import evaluate_language_models
-    from calm.evaluate.report import plot_scores
-    from calm.processes import processes
-
-    with processes() as among, console.evaluation_progress(among.is_first) as report:
-        answer = evaluate_language_models(models, data, split, options, among, report)
-    if not among.is_first:
-        return
-    for warning in answer["warnings"]:
-        console.warn(warning)
-    _keep(output, "scores.json", answer)
-    if as_json:
-        _print_json(answer)
-    else:
-        for table in console.scores_tables(answer):
-            console.stdout.print(table)
-    if output is not None:
-        plot_scores(answer, output / "scores.png")
-
-
-def _evaluate_autoencoder(
-    model: Path, data: Path, split: str, batch_size: int, output: Path | None, as_json: bool
-) -> None:
-    from calm import console
-    from calm.evaluate.report import evaluate_autoencoder, plot_robustness
-
-    _one_process("an autoencoder is evaluated")
-    with console.stderr.status("evaluating") if console.stderr.is_terminal else nullcontext():
-        measures = evaluate_autoencoder(model, data, split, batch_size)
-    _keep(output, "reconstruction.json", measures)
-    if output is not None:
-        plot_robustness(measures, output / "robustness.png")
-    if as_json:
-        _print_json(measures)
-    else:
-        curve = {f"token accuracy, extra noise {p['extra_noise']}": p["token_accuracy"] for p in measures["robustness"]}
-        console.stdout.print(console.values_table(f"{model} on {data}", measures | curve))
-
-
-def _run_harness(
-    models: list[Path],
-    tasks: list[str],
-    limit: int | None,
-    batch_size: int,
-    seed: int,
-    num_latents: int,
-    output: Path | None,
-    as_json: bool,
-) -> None:
-    if len(models) > 1:
-        raise UserError("--harness takes one model")
-    _one_process("--harness runs")
-    try:
-        from calm.evaluate.harness import run_harness
-    except ModuleNotFoundError as error:
-        raise UserError(f"--harness needs {error.name}: pip install 'calm-lm[eval]'") from error
-    from calm import console
-
-    results = run_harness(models[0], tasks, limit, batch_size, seed, num_latents)
-    if results["likelihood_bound"]:
-        console.warn(
-            f"likelihoods of a CALM model are bounds, here from {results['likelihood_bound']} latents a chunk: scores "
-            "that rest on them are not those of the model itself"
-        )
-    _keep(output, "harness.json", results)
-    if as_json:
-        _print_json(results)
-    else:
-        for name, task in results["tasks"].items():
-            console.stdout.print(console.values_table(name, task))
-
-
-def _one_process(what: str) -> None:
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError(f"{what} in one process, not under torchrun")
-
-
-def _keep(output: Path | None, name: str, measures: dict) -> None:
-    """Write measures into a directory, if one is wanted."""
-    from calm.files import write_json
-
-    if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        write_json(output / name, measures)
+        evaluate_command.evaluate_language_models(models, data, split, options, output, as_json)
 
 
 @app.command(
@@ -374,7 +282,7 @@ def generate(
     try:
         if as_json:
             settings = {"prompt": text, "seed": seed, "temperature": temperature, "method": method.value}
-            _print_json(settings | console.collected_texts(pieces, num_samples) | {"cost": asdict(writer.spent)})
+            console.print_json(settings | console.collected_texts(pieces, num_samples) | {"cost": asdict(writer.spent)})
         else:
             console.show_texts(pieces, num_samples, show_chunks)
     except KeyboardInterrupt:
@@ -400,12 +308,13 @@ def config(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of YAML.")] = False,
 ) -> None:
     """Show the configuration that a recipe resolves to."""
+    from calm import console
     from calm.config import load_config, recipe_names, to_yaml
 
     if recipe is None:
         print("\n".join(recipe_names()))
     elif as_json:
-        _print_json(load_config(recipe, settings).model_dump(mode="json"))
+        console.print_json(load_config(recipe, settings).model_dump(mode="json"))
     else:
         print(to_yaml(load_config(recipe, settings)), end="")
 
@@ -431,7 +340,7 @@ def cost(
     configs = {name: load_config(name, settings) for name in names}
     costs = [cost_of(name, config, context, samples, vocabulary, processes) for name, config in configs.items()]
     if as_json:
-        _print_json([found.as_json() for found in costs])
+        console.print_json([found.as_json() for found in costs])
     else:
         for table in console.cost_tables(costs, TABLE_1):
             console.stdout.print(table)
@@ -466,15 +375,9 @@ def import_official(
     if not summary["tokenizer"]:
         console.warn(f"{model} has no tokenizer.json, so {output} has none: training and evaluating need it")
     if as_json:
-        _print_json(summary)
+        console.print_json(summary)
     else:
         console.stdout.print(console.values_table(f"imported from {model}", summary))
-
-
-def _print_json(value) -> None:
-    import json
-
-    print(json.dumps(value, ensure_ascii=False))
 
 
 def _show_warning(message, category, *where) -> None:

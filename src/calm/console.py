@@ -1,5 +1,6 @@
 """What a person sees: progress bars and tables on stderr, answers on stdout."""
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,10 @@ CHUNK_COLOURS = (
     "black on bright_green",
     "black on bright_magenta",
 )
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False))
 
 
 def warn(message: str) -> None:

@@ -317,6 +317,7 @@ def test_the_command(tmp_path, calm):
     assert "has no tokenizer.json" in done.stderr
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert model.config.noise_size == NOISE
+    assert (model.config.eos_token_id, model.config.pad_token_id, model.config.knows_fill) == (1, 2, False)
     assert model.config.backbone_config.rope_parameters["rope_theta"] == 500.0
     done = calm("import-official", directory, "--output", tmp_path / "x")
     assert done.returncode == 2

@@ -41,7 +41,12 @@ def test_every_head_learns(language_model, autoencoder, tmp_path, head):
         assert np.isfinite(summary[name])
     assert summary["energy_loss"] == pytest.approx(summary["fidelity"] - summary["diversity"])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "run" / "model")) == model.config.vocab_size
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert len(tokenizer) == model.config.vocab_size
+    roles = model.config.eos_token_id, model.config.pad_token_id
+    assert roles == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert model.config.knows_fill
+    assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=6, temperature=0.5, num_candidates=5).shape[1] <= 9
     before = load_file(autoencoder / "model.safetensors")  # unchanged by training
     for name, value in model.autoencoder.state_dict().items():
         assert torch.equal(value, before[name]), name
