@@ -120,6 +120,7 @@ def test_an_autoencoders_search_is_made_once_and_anew_when_its_words_change():
     autoencoder = ChunkAutoencoder(config).eval()
     search = search_of(autoencoder)
     assert search_of(autoencoder) is search
+    assert search_of(autoencoder, 0.5) is search_of(autoencoder, 0.5) is not search
     with torch.no_grad():
         autoencoder.embedding.weight.mul_(torch.rand(90, 1))
     assert search_of(autoencoder) is not search

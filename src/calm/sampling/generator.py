@@ -86,7 +86,7 @@ class Generation:
                 raise ConfigError(f"a prompt has token {token}, and the model has {model.config.vocab_size} words")
         self.model, self.end_id, self.max_new_tokens = model, end_id, max_new_tokens
         self.sampling = sampling or Sampling()
-        self.search = search_of(model.autoencoder)
+        self.search = search_of(model.autoencoder, self.sampling.caution)
         self.running = list(range(len(prompts)))
         self.noise = RowNoise(seeds, model.device)
         self.cache = DynamicCache()

@@ -25,22 +25,26 @@ MOST_STATES = 1024  # searched for at once
 ROUNDING = 1e-5  # of |w|·|g|: more than what fp32 can be off
 
 
-def search_of(autoencoder: ChunkAutoencoder) -> "VocabularySearch":
+def search_of(autoencoder: ChunkAutoencoder, caution: float = 1.0) -> "VocabularySearch":
     """The search for an autoencoder's words, made once as long as they stay what they are."""
     words = autoencoder.embedding.weight
     state = (words.data_ptr(), 0 if words.is_inference() else words._version, words.dtype)
     if autoencoder not in _MADE or _MADE[autoencoder][0] != state:
+        _MADE[autoencoder] = state, {}
+    made = _MADE[autoencoder][1]
+    if caution not in made:
         like = None
         if not _read_whole(words):
             generator = torch.Generator(words.device).manual_seed(0)
-            size = (2048, autoencoder.config.latent_size)
+            size = (ENOUGH, autoencoder.config.latent_size)
             with torch.no_grad():
                 like = autoencoder.decoder(torch.randn(size, generator=generator, device=words.device).to(words.dtype))
-        _MADE[autoencoder] = state, VocabularySearch(words.detach(), None if like is None else like.flatten(0, 1))
-    return _MADE[autoencoder][1]
+                like = like.flatten(0, 1)
+        made[caution] = VocabularySearch(words.detach(), like, caution=caution)
+    return made[caution]
 
 
-_MADE: "WeakKeyDictionary[ChunkAutoencoder, tuple[tuple, VocabularySearch]]" = WeakKeyDictionary()
+_MADE: "WeakKeyDictionary[ChunkAutoencoder, tuple[tuple, dict[float, VocabularySearch]]]" = WeakKeyDictionary()
 
 
 def _read_whole(words: Tensor) -> bool:
@@ -54,7 +58,7 @@ class VocabularySearch:
     or of the words, and takes those of the states themselves as soon as it has met enough of them.
 
     `caution` is the share of |w₂|·|g₂| that is feared: 1 is exact. Lengths that have little to do with each other are
-    never that parallel, so less is faster and almost always right; docs/sampling.md has measured errors.
+    never that parallel, so less is faster and almost always right; docs/experiments.md has measured errors.
     """
 
     def __init__(
