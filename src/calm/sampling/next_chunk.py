@@ -7,6 +7,7 @@ mixture   the decoder's softmaxes, averaged over candidates; also top-k, top-p a
 noise     a heuristic (§8): one draw whose noise is scaled by the temperature
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -136,7 +137,7 @@ def next_chunks(
     if sampling.method == "exact":
         return _exactly(model, search, hidden, sampling.temperature, noise)
     if sampling.method == "token":
-        pool, fewest = draw(sampling.number), -int(-s // 1) if sampling.refill else 0
+        pool, fewest = draw(sampling.number), math.ceil(s) if sampling.refill else 0
         chunks, cost = sample_token_by_token(pool, s, generator=noise, refill=sampling.number, fewest=fewest)
     elif sampling.tolerance:
         pool = draw(min(BLOCK, sampling.number))
