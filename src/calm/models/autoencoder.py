@@ -85,18 +85,18 @@ class Decoder(nn.Module):
         self.chunk_size = config.chunk_size
 
     def forward(self, latents: Tensor) -> Tensor:
-        states = self.expand(self.chunk_states(latents))  # (..., K·d)
-        states = states.unflatten(-1, (self.chunk_size, -1))  # (..., K, d)
-        return self.norm(self.token_layers(states))
+        return self.token_states(self.chunk_states(latents), 0, self.chunk_size)
 
     def chunk_states(self, latents: Tensor) -> Tensor:
         """What all tokens of a chunk are made from: (..., Z) → (..., d)."""
         return self.chunk_layers(self.latent(latents))
 
-    def token_states(self, chunk_states: Tensor, position: int) -> Tensor:
-        """The state of one token of each chunk alone: (..., d) → (..., d)."""
-        weight, bias = self.expand.weight.chunk(self.chunk_size), self.expand.bias.chunk(self.chunk_size)
-        return self.norm(self.token_layers(F.linear(chunk_states, weight[position], bias[position])))
+    def token_states(self, chunk_states: Tensor, first: int, last: int) -> Tensor:
+        """The states of some tokens of each chunk, from `first` to before `last`: (..., d) → (..., last - first, d)."""
+        size = chunk_states.shape[-1]
+        rows = slice(first * size, last * size)
+        states = F.linear(chunk_states, self.expand.weight[rows], self.expand.bias[rows])
+        return self.norm(self.token_layers(states.unflatten(-1, (last - first, size))))
 
 
 class ChunkAutoencoder(PreTrainedModel):

@@ -34,17 +34,20 @@ class Candidates:
         return self.draw(count)
 
     def tokens(self, position: int, places: tuple[Tensor, ...]) -> Tensor:
-        """The tokens of some candidates (row, number) at one position."""
+        """The tokens of some candidates (row, number) at one position: (n,)."""
         tokens = self.known[*places, position]
         if bool((missing := tokens == UNKNOWN).any()):
             wanted = places[0][missing], places[1][missing]
-            tokens[missing] = self.known[*wanted, position] = self.decode(position, wanted)
+            tokens[missing] = self.known[*wanted, position] = self.decode(wanted, position, position + 1)[:, 0]
         return tokens
 
-    def decode(self, position: int, places: tuple[Tensor, ...]) -> Tensor:
-        raise AssertionError("candidates that are given are known")
+    def rest(self, first: int, places: tuple[Tensor, ...]) -> Tensor:
+        """The tokens of some candidates from a position on, all at once: (n, K - first)."""
+        tokens = self.known[*places][:, first:]
+        if bool((tokens == UNKNOWN).any()):
+            tokens = self.decode(places, first, self.known.shape[-1])
+        return tokens
 
-    def chunks(self, chosen: Tensor) -> Tensor:
-        """One candidate of each row (B,), whole: (B, K)."""
-        rows = torch.arange(len(chosen), device=chosen.device)
-        return torch.stack([self.tokens(k, (rows, chosen)) for k in range(self.known.shape[-1])], dim=-1)
+    def decode(self, places: tuple[Tensor, ...], first: int, last: int) -> Tensor:
+        """Find the tokens of some candidates from `first` to before `last`: (n, last - first)."""
+        raise AssertionError("candidates that are given are known")

@@ -108,12 +108,13 @@ class LatentCandidates(Candidates):
         self.states = torch.cat([self.states, states], dim=1)  # (B, N, d)
         return self.known.new_full((len(rows), count, self.known.shape[-1]), UNKNOWN)
 
-    def decode(self, position: int, places: tuple[Tensor, ...]) -> Tensor:
-        return self.search(self.model.autoencoder.decoder.token_states(self.states[places], position))
+    def decode(self, places: tuple[Tensor, ...], first: int, last: int) -> Tensor:
+        states = self.model.autoencoder.decoder.token_states(self.states[places], first, last)
+        return self.search(states.flatten(0, 1)).unflatten(0, (-1, last - first))
 
     def log_probabilities(self, position: int) -> Tensor:
         """Of all candidates and words: (B, N, V)."""
-        states = self.model.autoencoder.decoder.token_states(self.states, position)
+        states = self.model.autoencoder.decoder.token_states(self.states, position, position + 1)[..., 0, :]
         return (states @ self.search.words.T).float().log_softmax(-1)
 
 
@@ -201,5 +202,6 @@ def _sure(draws: Tensor) -> Cost:
 
 
 def _agreement(pool: Candidates, chunks: Tensor) -> Tensor:
-    same = (pool.known == chunks[:, None]).all(-1) & pool.there  # all that are the chosen chunk have been decoded
-    return same.sum(1) / pool.there.sum(1)
+    """The share of the chosen chunk; where it was taken for want of others it is the only one."""
+    same = (pool.known == chunks[:, None]).all(-1) & pool.there
+    return same.sum(1).clamp(min=1) / pool.there.sum(1)

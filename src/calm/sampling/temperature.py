@@ -60,7 +60,8 @@ def sample_from_candidates(
         exponent = torch.where(looking & ~found, most.double(), exponent)  # between them nothing can be found
         looking = looking & ~found & (exponent > 1)
     uniform = draw_uniform(generator, pool.known[:, 0], 1, 1)[0]  # (B, 1)
-    chunks = pool.chunks(pick(weights, uniform)[:, 0])
+    rows = torch.arange(len(weights), device=weights.device)
+    chunks = pool.rest(0, (rows, pick(weights, uniform)[:, 0]))
     return chunks, Cost(pool.there.sum(1), (wanted - exponent).ceil().long(), torch.zeros_like(looking))
 
 
@@ -91,6 +92,10 @@ def sample_token_by_token(
             live = _agreeing(pool, live, chosen)
         unsettled |= live.sum(1) < fewest
         places = live.nonzero(as_tuple=True)
+        if len(places[0]) == len(live) and (fewest <= 1 or k == 0):  # one in each row: nothing is left to choose
+            chosen += pool.rest(k, places).unbind(1)
+            fallbacks += (size - k) * (wanted - 1).ceil()
+            break
         _, number = _regroup(places[0], pool.tokens(k, places))
         count = torch.zeros_like(live, dtype=torch.double).masked_scatter_(live, number.double())
         exponent = wanted.minimum(count.amax(1))
