@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from calm.errors import UserError
 from calm.evaluate.branches import Branches, BranchNoise, check_branches
 from calm.evaluate.likelihood import chunk_nats
 from calm.models.calm import CalmForCausalLM
 from calm.noise import RowNoise, pick
+from calm.sampling.next_chunk import draw_latents
 from calm.sampling.vocabulary import search_of
 from calm.scores.brier import LONGEST
 
@@ -112,9 +112,7 @@ class CalmEstimator:
         """Chunks that follow states: (..., H) → (..., S, K)."""
         drawn = []
         for first, last in _slices(self.num_samples, MOST_DRAWS):
-            latents = self.model.head.sample(hidden, last - first, noise)
-            if not bool(latents.isfinite().all()):
-                raise UserError("the model's samples are not finite numbers: its weights are damaged")
+            latents = draw_latents(self.model, hidden, last - first, noise)
             drawn.append(self.model.autoencoder.tokens(latents, search_of(self.model.autoencoder)))
         return torch.cat(drawn).movedim(0, -2)
 

@@ -30,7 +30,7 @@ MEANINGLESS = {
     "do_sample": "a CALM model always samples; a low temperature, like 0.1, comes near to the likeliest text",
     "output_logits": "a CALM model has no logits",
     "output_scores": "a CALM model has no scores of tokens",
-    "logprobs": "log-probabilities exist with the method 'mixture' only, and calm.sampling.next_chunks returns them",
+    "logprobs": "log-probabilities exist with the method 'mixture' only; calm.sampling.next_chunk returns them",
     "repetition_penalty": "there are no probabilities of tokens that could be lowered",
 }
 

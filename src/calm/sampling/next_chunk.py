@@ -103,7 +103,7 @@ class LatentCandidates(Candidates):
 
     def drawn(self, count: int, rows: Tensor) -> Tensor:
         states = self.states.new_zeros(len(rows), count, self.states.shape[-1])
-        latents = _latents(self.model, self.hidden[rows], count, self.noise.rows(rows.nonzero()[:, 0].tolist()))
+        latents = draw_latents(self.model, self.hidden[rows], count, self.noise.rows(rows.nonzero()[:, 0].tolist()))
         states[rows] = self.model.autoencoder.decoder.chunk_states(latents.transpose(0, 1))
         self.states = torch.cat([self.states, states], dim=1)  # (B, N, d)
         return self.known.new_full((len(rows), count, self.known.shape[-1]), UNKNOWN)
@@ -130,7 +130,7 @@ def next_chunks(
         return _mixture(model, search, hidden, sampling, noise)
     if sampling.temperature == 1 or sampling.method == "noise":
         source = ScaledNoise(noise, sampling.temperature) if sampling.method == "noise" else noise
-        latents = _latents(model, hidden, 1, source)[0]
+        latents = draw_latents(model, hidden, 1, source)[0]
         return Chosen(
             model.autoencoder.tokens(latents, search), _sure(torch.ones_like(latents[:, 0], dtype=torch.long))
         )
@@ -179,7 +179,7 @@ def _exactly(
         own = noise.rows([row])
 
         def draw(count: int, row: int = row, own: RowNoise = own) -> Tensor:
-            return model.autoencoder.tokens(_latents(model, hidden[row : row + 1], count, own)[:, 0], search)
+            return model.autoencoder.tokens(draw_latents(model, hidden[row : row + 1], count, own)[:, 0], search)
 
         chunk, cost = sample_at_temperature(draw, temperature, generator=own.generators[0])
         chunks.append(chunk)
@@ -189,8 +189,8 @@ def _exactly(
     )
 
 
-def _latents(model: CalmForCausalLM, hidden: Tensor, count: int, noise: RowNoise) -> Tensor:
-    """(B, H) → (N, B, Z)."""
+def draw_latents(model: CalmForCausalLM, hidden: Tensor, count: int, noise: RowNoise) -> Tensor:
+    """Samples of the next latent behind hidden states, checked: (..., H) → (N, ..., Z)."""
     latents = model.head.sample(hidden, count, noise)
     if not bool(latents.isfinite().all()):
         raise UserError("the model's samples are not finite numbers: its weights are damaged")

@@ -125,9 +125,8 @@ def grow_until_settled(
     Settled is a row whose distribution over chunks is expected to be within `tolerance` (total variation) of the one
     that endless candidates would give. Returns which rows (B,) never were.
     """
-    unsettled = pool.there.any(1)  # all
+    unsettled, exponent = pool.there.any(1), _exponents(pool, inverse_temperature)
     while True:
-        exponent = torch.full((len(unsettled),), inverse_temperature, dtype=torch.double, device=unsettled.device)
         count, _ = chunk_counts(pool, unsettled, exponent)
         unsettled = unsettled & ~(expected_error(pool, count, inverse_temperature) <= tolerance)
         room = num_candidates - int(pool.there[unsettled].sum(1).max()) if bool(unsettled.any()) else 0
