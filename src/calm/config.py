@@ -73,7 +73,7 @@ class LanguageModel(Section):
         {}, description="fields of a transformers config (model_type: llama by default), or a pretrained directory"
     )
     model_input: Literal["discrete", "continuous", "both"] = Field("discrete", description="Table 5 of the paper")
-    head: Literal["energy", "flow", "diffusion"] = "energy"
+    head: Literal["energy", "flow", "mean-flow", "diffusion"] = "energy"
     num_head_layers: int | None = Field(None, ge=1, description="blocks; null: a quarter of the backbone's layers")
     num_model_samples: int = Field(8, ge=1, description="N, samples or repeats of a position in training")
     num_target_samples: int | None = Field(None, ge=1, description="M of the energy loss; null: closed form")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from calm.errors import CalmWarning, ConfigError
-from calm.heads import HEADS, DiffusionHead, EnergyHead, FlowHead
+from calm.heads import HEADS, DiffusionHead, EnergyHead, FlowHead, MeanFlowHead
 from calm.heads.denoiser import sinusoids
 from calm.heads.diffusion import Schedule, cosine_betas
 from calm.models.posterior import Posterior
@@ -150,6 +150,30 @@ def test_diffusion_recovers_a_distribution():
     shares, at_a_place = describe(fitted(head, steps=700, rate=5e-3))
     assert (shares - SHARES).abs().max() < 0.07
     assert at_a_place > 0.8
+
+
+def test_mean_flow_recovers_a_distribution_in_one_step():
+    shares, at_a_place = describe(fitted(Wide(MeanFlowHead(48, 2, 2, num_model_samples=4)), steps=400))
+    assert (shares - SHARES).abs().max() < 0.12  # weighted errors lean to the larger place: about 0.6 instead of 0.5
+    assert at_a_place > 0.6  # one continuous map of noise: more of it lies between the places than after many steps
+
+
+def test_the_change_of_the_mean_velocity_is_its_derivative_along_the_path():
+    head = randomized(MeanFlowHead(**SIZES)).double()
+    draws = torch.Generator().manual_seed(0)
+    moved, velocity = torch.randn(2, 3, 4, generator=draws).double(), torch.randn(2, 3, 4, generator=draws).double()
+    times, end = torch.tensor([0.2, 0.7]).double().repeat(2, 3, 1), torch.tensor([0.0, 1.0])
+    condition, step = torch.randn(3, 16, generator=draws).double(), 1e-4
+
+    def at(t: float) -> torch.Tensor:
+        return head.denoiser(moved + t * velocity, times + t * end, condition)
+
+    numerical = (at(step) - at(-step)) / (2 * step)
+    # Sines of times are computed in fp32, which the difference of two values shows.
+    torch.testing.assert_close(head._change(moved, velocity, times, condition), numerical, rtol=0.02, atol=0.05)
+    start, end = head._spans(torch.zeros(8000, 16), draws).flatten(0, 1).unbind(-1)
+    assert (start <= end).all()
+    assert abs((start == end).float().mean() - 0.75) < 0.01  # 64,000 spans: a standard error of 0.002
 
 
 class KnownVelocity(nn.Module):

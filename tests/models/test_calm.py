@@ -191,7 +191,7 @@ def test_the_head_is_a_tenth_of_the_model_and_has_a_quarter_of_the_layers():
     assert 0.07 < sum(p.numel() for p in made.head.parameters()) / inside < 0.13
 
 
-@pytest.mark.parametrize("head", ["energy", "flow", "diffusion"])
+@pytest.mark.parametrize("head", ["energy", "flow", "mean-flow", "diffusion"])
 def test_heads_begin_at_zero_and_in_the_scale_of_their_width(head, tmp_path):
     made = model(head=head)
     inner: Any = made.head if head == "energy" else made.head.denoiser
@@ -251,7 +251,7 @@ def test_padding_is_not_learnt():
 
 def test_mistakes_are_told():
     with pytest.raises(
-        ConfigError, match="head must be one of energy, flow, diffusion, not 'enrgy'; did you mean energy"
+        ConfigError, match="head must be one of energy, flow, mean-flow, diffusion, not 'enrgy'; did you mean energy"
     ):
         CalmConfig(SMALL, AUTOENCODER, head="enrgy")  # pyright: ignore
     with pytest.raises(ConfigError, match="model_input must be one of"):

@@ -30,7 +30,7 @@ def test_every_shipped_recipe_has_a_cost():
             assert cost_of(name, load_config(name), vocabulary=1000).train_flops > 0
 
 
-@pytest.mark.parametrize("head", ["energy", "flow", "diffusion"])
+@pytest.mark.parametrize("head", ["energy", "flow", "mean-flow", "diffusion"])
 def test_flops_are_those_that_torch_counts(head):
     settings = ["language_model.backbone.hidden_size=64", "language_model.num_sampling_steps=3"]
     settings += [f"language_model.head={head}", "language_model.backbone.intermediate_size=96"]

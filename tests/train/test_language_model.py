@@ -26,7 +26,7 @@ def settings(recipe, *more):
     return load_config(str(recipe), list(more))
 
 
-@pytest.mark.parametrize("head", ["energy", "flow", "diffusion"])
+@pytest.mark.parametrize("head", ["energy", "flow", "mean-flow", "diffusion"])
 def test_every_head_learns(language_model, autoencoder, tmp_path, head):
     more = [
         f"language_model.head={head}",
@@ -175,7 +175,10 @@ def test_mistakes_are_told_before_anything_is_written(language_model, transforme
             train(settings(recipe, change), tmp_path / "run")
         assert not list((tmp_path / "run").iterdir())
     for change, message in (
-        ("language_model.head=enrgy", "language_model.head: input should be 'energy', 'flow' or 'diffusion'"),
+        (
+            "language_model.head=enrgy",
+            "language_model.head: input should be 'energy', 'flow', 'mean-flow' or 'diffusion'",
+        ),
         ("language_model.alpha=2.5", "no proper scoring rule for alpha = 2.5"),
         ("language_model.num_model_samples=1", "must be at least 2, not 1"),
         ("language_model.autoencoder=null", "language_model.autoencoder is missing"),

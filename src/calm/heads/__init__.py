@@ -7,8 +7,9 @@ that others use.
 from calm.heads.diffusion import DiffusionHead
 from calm.heads.energy import EnergyHead
 from calm.heads.flow import FlowHead
+from calm.heads.mean_flow import MeanFlowHead
 
-HEADS = {"energy": EnergyHead, "flow": FlowHead, "diffusion": DiffusionHead}
-Head = EnergyHead | FlowHead | DiffusionHead
+HEADS = {"energy": EnergyHead, "flow": FlowHead, "mean-flow": MeanFlowHead, "diffusion": DiffusionHead}
+Head = EnergyHead | FlowHead | MeanFlowHead | DiffusionHead
 
-__all__ = ["HEADS", "DiffusionHead", "EnergyHead", "FlowHead", "Head"]
+__all__ = ["HEADS", "DiffusionHead", "EnergyHead", "FlowHead", "Head", "MeanFlowHead"]

@@ -1,4 +1,4 @@
-"""What the flow-matching and the diffusion head share: a network from a vector, a time and a condition to a vector.
+"""What the flow, mean-flow and diffusion heads share: a network from a vector, a time and a condition to a vector.
 
     y = time embedding + W·hidden   each block: x += gate(y) · MLP(LN(x)·(1 + scale(y)) + shift(y))
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from calm.heads.common import NORM_EPS, initialize_linears, start_at_zero
 from calm.models.posterior import Posterior
-from calm.noise import Source, draw_normal, draw_uniform
+from calm.noise import Source, draw_normal
 
 FREQUENCIES = 128
 LONGEST_PERIOD = 10_000.0
@@ -21,7 +21,7 @@ TIMES = 1000  # a time is given as an integer below this
 
 
 def sinusoids(times: Tensor) -> Tensor:
-    """Integer times (...) → cosines and sines (..., 256)."""
+    """Times (...) of 0 to 1000 → cosines and sines (..., 256)."""
     index = torch.arange(FREQUENCIES, device=times.device, dtype=torch.float32)
     angles = times[..., None].float() * torch.exp(-math.log(LONGEST_PERIOD) / FREQUENCIES * index)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
@@ -39,11 +39,15 @@ class Block(nn.Module):
         return x + gate * self.mlp(self.norm(x) * (1 + scale) + shift)
 
 
+def time_embedding(size: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2 * FREQUENCIES, size), nn.SiLU(), nn.Linear(size, size))
+
+
 class Denoiser(nn.Module):
     def __init__(self, hidden_size: int, latent_size: int, output_size: int, num_layers: int):
         super().__init__()
         size = hidden_size
-        self.time = nn.Sequential(nn.Linear(2 * FREQUENCIES, size), nn.SiLU(), nn.Linear(size, size))
+        self.time = time_embedding(size)
         self.condition = nn.Linear(hidden_size, size)
         self.input = nn.Linear(latent_size, size)
         self.blocks = nn.ModuleList(Block(size) for _ in range(num_layers))
@@ -61,7 +65,9 @@ class Denoiser(nn.Module):
 
     def forward(self, x: Tensor, times: Tensor, condition: Tensor) -> Tensor:
         """Vectors (N, ..., Z), integer times that broadcast to (N, ...), `self.condition` of the hidden states."""
-        y = self.time(sinusoids(times).to(condition.dtype)) + condition
+        return self.refine(x, self.time(sinusoids(times).to(condition.dtype)) + condition)
+
+    def refine(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.input(x)
         for block in self.blocks:
             x = block(x, y)
@@ -70,29 +76,18 @@ class Denoiser(nn.Module):
 
 
 class DenoisingHead(nn.Module):
-    """A head that learns to lead noise to latents, and is asked many times for one sample."""
+    """A head that learns to lead noise to latents."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        latent_size: int,
-        num_layers: int,
-        *,
-        output_size: int,
-        num_model_samples: int,
-        num_sampling_steps: int,
-    ):
+    def __init__(self, denoiser: Denoiser, latent_size: int, num_model_samples: int):
         super().__init__()
-        self.latent_size, self.num_sampling_steps = latent_size, num_sampling_steps
+        self.denoiser, self.latent_size = denoiser, latent_size
         self.num_model_samples = num_model_samples  # N repeats of a position in a step of training
-        self.denoiser = Denoiser(hidden_size, latent_size, output_size, num_layers)
 
     def initialize(self) -> None:
         self.denoiser.initialize()
 
-    def draw_training(self, hidden: Tensor, posterior: Posterior, generator: Source) -> tuple[Tensor, Tensor, Tensor]:
-        """For N repeats of each position a target, noise and a time in [0, 1): (N, ..., Z) twice and (N, ..., 1)."""
+    def draw_pairs(self, hidden: Tensor, posterior: Posterior, generator: Source) -> tuple[Tensor, Tensor]:
+        """For N repeats of each position a target and noise: (N, ..., Z) twice."""
         count = self.num_model_samples
         target = posterior.float().sample(draw_normal(generator, hidden, count, self.latent_size))
-        noise = draw_normal(generator, hidden, count, self.latent_size)
-        return target, noise, draw_uniform(generator, hidden, count, 1)
+        return target, draw_normal(generator, hidden, count, self.latent_size)

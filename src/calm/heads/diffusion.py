@@ -13,9 +13,9 @@ from torch import Tensor
 
 from calm.errors import ConfigError
 from calm.heads.common import masked_mean
-from calm.heads.denoiser import TIMES, DenoisingHead
+from calm.heads.denoiser import TIMES, Denoiser, DenoisingHead
 from calm.models.posterior import Posterior
-from calm.noise import Source, draw_normal
+from calm.noise import Source, draw_normal, draw_uniform
 
 LARGEST_BETA = 0.999
 
@@ -80,8 +80,9 @@ class DiffusionHead(DenoisingHead):
         num_sampling_steps: int = 100,
     ):
         Schedule.of(num_sampling_steps)  # a wrong number is told now, not when sampling
-        sizes = {"output_size": 2 * latent_size, "num_model_samples": num_model_samples}
-        super().__init__(hidden_size, latent_size, num_layers, num_sampling_steps=num_sampling_steps, **sizes)
+        denoiser = Denoiser(hidden_size, latent_size, 2 * latent_size, num_layers)
+        super().__init__(denoiser, latent_size, num_model_samples)
+        self.num_sampling_steps = num_sampling_steps
 
     def sample(
         self,
@@ -121,8 +122,8 @@ class DiffusionHead(DenoisingHead):
         self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: Source = None
     ) -> Tensor:
         """The squared error of the noise, and the variational bound (bits a dimension), which trains the variance."""
-        target, noise, t = self.draw_training(hidden, posterior, generator)
-        steps = (TIMES * t[..., 0]).long()
+        target, noise = self.draw_pairs(hidden, posterior, generator)
+        steps = (TIMES * draw_uniform(generator, hidden, self.num_model_samples, 1)[..., 0]).long()  # (N, ...)
         here = Schedule.of(TIMES).at(steps)
         moved = here.signal * target + here.noise_scale * noise
         output = self.denoiser(moved.to(hidden.dtype), steps, self.denoiser.condition(hidden)).float()

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from calm.errors import ConfigError
 from calm.heads.common import masked_mean
-from calm.heads.denoiser import TIMES, DenoisingHead
+from calm.heads.denoiser import TIMES, Denoiser, DenoisingHead
 from calm.models.posterior import Posterior
-from calm.noise import Source, draw_normal
+from calm.noise import Source, draw_normal, draw_uniform
 
 Sampler = Literal["euler", "midpoint"]
 
@@ -28,9 +28,9 @@ class FlowHead(DenoisingHead):
         sampler: Sampler = "midpoint",
         num_sampling_steps: int = 10,
     ):
-        sizes = {"output_size": latent_size, "num_model_samples": num_model_samples}
-        super().__init__(hidden_size, latent_size, num_layers, num_sampling_steps=num_sampling_steps, **sizes)
+        super().__init__(Denoiser(hidden_size, latent_size, latent_size, num_layers), latent_size, num_model_samples)
         self.sampler: Sampler = sampler
+        self.num_sampling_steps = num_sampling_steps
 
     def sample(
         self,
@@ -65,7 +65,8 @@ class FlowHead(DenoisingHead):
         self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: Source = None
     ) -> Tensor:
         """The squared error of the velocity, a mean over positions and dimensions."""
-        target, noise, t = self.draw_training(hidden, posterior, generator)
+        target, noise = self.draw_pairs(hidden, posterior, generator)
+        t = draw_uniform(generator, hidden, self.num_model_samples, 1)  # (N, ..., 1)
         times = (TIMES * t[..., 0]).long()
         moved = (1 - t) * noise + t * target
         predicted = self.denoiser(moved.to(hidden.dtype), times, self.denoiser.condition(hidden))

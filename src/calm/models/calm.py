@@ -29,6 +29,7 @@ from calm.noise import RowNoise, Source, draw_normal
 IGNORED = -100  # labels that transformers leaves out of a loss
 HEAD_FIELDS = {
     "energy": ("num_model_samples", "num_target_samples", "alpha", "noise_size"),
+    "mean-flow": ("num_model_samples",),
     "flow": ("num_model_samples", "sampler", "num_sampling_steps"),
     "diffusion": ("num_model_samples", "num_sampling_steps"),
 }

@@ -7,7 +7,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from calm.errors import ConfigError, did_you_mean
 
-HEADS = ("energy", "flow", "diffusion")
+HEADS = ("energy", "flow", "mean-flow", "diffusion")
 INPUTS = ("discrete", "continuous", "both")
 STEPS = {"euler": 20, "midpoint": 10}  # of the flow head's samplers, by default
 
@@ -69,7 +69,7 @@ class CalmConfig(PretrainedConfig):
         backbone_config: PretrainedConfig | dict[str, Any] | None = None,
         autoencoder_config: ChunkAutoencoderConfig | dict[str, Any] | None = None,
         model_input: Literal["discrete", "continuous", "both"] = "discrete",
-        head: Literal["energy", "flow", "diffusion"] = "energy",
+        head: Literal["energy", "flow", "mean-flow", "diffusion"] = "energy",
         num_head_layers: int | None = None,  # by default a quarter of the backbone's
         num_model_samples: int = 8,  # N
         num_target_samples: int | None = None,  # M of the energy head; None: closed form

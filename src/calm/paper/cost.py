@@ -153,7 +153,8 @@ def _calm_cost(name: str, config: RunConfig, context: int, candidates: int, mode
     }
     training = {n: FORWARD_AND_BACKWARD * flops for n, flops in forward.items()}
     every = 2.0 * _matrices(model.head) - once  # in training samples have times of their own
-    training["head"] = FORWARD_AND_BACKWARD * (once + samples * every)
+    derivative = 2 if model.config.head == "mean-flow" else 0  # forward with values and their changes beside them
+    training["head"] = (FORWARD_AND_BACKWARD + derivative) * (once + samples * every)
     training["autoencoder"] = encoder * (2 if model.chunk_embedding.reads_latents else 1)  # of targets, and of inputs
     inference = {
         **forward,
@@ -204,7 +205,7 @@ def _head_flops(model: CalmForCausalLM) -> tuple[float, float, float]:
     """
     sums = {"once": 0, "evaluation": 0, "sample": 0}
     for path, part in model.head.named_modules():
-        if isinstance(part, nn.Linear) and ".time." not in path:
+        if isinstance(part, nn.Linear) and not {"time", "span"} & set(path.split(".")):
             name = path.rsplit(".", 1)[-1]
             kind = {"condition": "once", "fuse_condition": "once", "modulation": "evaluation"}.get(name, "sample")
             sums[kind] += part.weight.numel()
@@ -214,7 +215,7 @@ def _head_flops(model: CalmForCausalLM) -> tuple[float, float, float]:
 def _evaluations(model: CalmForCausalLM) -> int:
     """How often the network of a head runs for one sample."""
     config = model.config
-    if config.head == "energy":
+    if config.head in ("energy", "mean-flow"):
         return 1
     return config.num_sampling_steps * (2 if config.head == "flow" and config.sampler == "midpoint" else 1)
 
