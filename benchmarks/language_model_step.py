@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from calm.config import load_config
+from calm.heads import EnergyHead
 from calm.models.calm import CalmForCausalLM
 from calm.noise import RowNoise
 from calm.scores.energy import energy_loss
@@ -45,10 +46,12 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
+    assert isinstance(model.head, EnergyHead)
+    head = model.head
     parts: dict[str, Callable[[], object]] = {
         "step": step,
         "chunk embedding and backbone": lambda: model.hidden_states(ids[:, :-size]).sum().backward(),
-        "head and loss": lambda: model.head.loss(hidden, posterior).backward(),
+        "head and loss": lambda: head.loss(hidden, posterior).backward(),
         "loss": lambda: energy_loss(samples, posterior).mean().backward(),
     }
     times: dict[str, list[float]] = {name: [] for name in parts}

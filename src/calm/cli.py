@@ -240,7 +240,10 @@ def generate(
     num_candidates: Annotated[
         int | None, typer.Option(min=1, help="Draws for each chunk below temperature 1: 200, of mixture 64.")
     ] = None,
-    method: Annotated[Method, typer.Option(help="How candidates become a chunk.")] = Method.token,
+    method: Annotated[
+        Method | None,
+        typer.Option(help="How candidates become a chunk; by default token, mixture for a variational head."),
+    ] = None,
     tolerance: Annotated[
         float, typer.Option(help="Of batch: draw fewer candidates where the outcome is settled to this.")
     ] = 0.0,
@@ -265,7 +268,8 @@ def generate(
 
     if show_chunks and as_json:
         raise UserError("--show-chunks is for people and --json for programs; give one of them")
-    sampling = Sampling(temperature, num_candidates, method.value, tolerance, refill, caution, top_k, top_p, min_p)
+    named = None if method is None else method.value
+    sampling = Sampling(temperature, num_candidates, named, tolerance, refill, caution, top_k, top_p, min_p)
     from transformers.utils import logging
 
     from calm.processes import default_device
@@ -274,6 +278,7 @@ def generate(
     logging.disable_progress_bar()
     with console.stderr.status("loading") if console.stderr.is_terminal else nullcontext():
         writer = Writer(model, default_device())
+    sampling = sampling.of(writer.model.config)
     text = _prompt(prompt)
     pieces = writer.write(
         [writer.tokenizer.encode(text)] * num_samples,
@@ -284,7 +289,7 @@ def generate(
     )
     try:
         if as_json:
-            settings = {"prompt": text, "seed": seed, "temperature": temperature, "method": method.value}
+            settings = {"prompt": text, "seed": seed, "temperature": temperature, "method": sampling.method}
             console.print_json(settings | console.collected_texts(pieces, num_samples) | {"cost": asdict(writer.spent)})
         else:
             console.show_texts(pieces, num_samples, show_chunks)

@@ -191,20 +191,21 @@ def test_the_head_is_a_tenth_of_the_model_and_has_a_quarter_of_the_layers():
     assert 0.07 < sum(p.numel() for p in made.head.parameters()) / inside < 0.13
 
 
-@pytest.mark.parametrize("head", ["energy", "flow", "mean-flow", "diffusion"])
+@pytest.mark.parametrize("head", ["energy", "flow", "mean-flow", "diffusion", "variational"])
 def test_heads_begin_at_zero_and_in_the_scale_of_their_width(head, tmp_path):
     made = model(head=head)
-    inner: Any = made.head if head == "energy" else made.head.denoiser
-    last, wide = (inner.latent, inner.mix) if head == "energy" else (inner.output, inner.blocks[0].mlp[0])
+    of_noise = head in ("energy", "variational")
+    inner: Any = made.head if of_noise else made.head.denoiser
+    last, wide = (inner.latent, inner.mix) if of_noise else (inner.output, inner.blocks[0].mlp[0])
     assert not last.weight.any()
     assert not last.bias.any()
     assert wide.weight.std().item() == pytest.approx((2 / (32 + 32)) ** 0.5, rel=0.1)  # Xavier
-    if head != "energy":
+    if not of_noise:
         assert not inner.blocks[0].modulation.weight.any()
     torch.nn.init.normal_(last.weight)
     made.save_pretrained(tmp_path)
     again: Any = load_calm(tmp_path).head
-    loaded = again.latent if head == "energy" else again.denoiser.output
+    loaded = again.latent if of_noise else again.denoiser.output
     assert torch.equal(loaded.weight, last.weight)  # loading does not begin anew
 
 
@@ -219,6 +220,56 @@ def test_forward_learns_the_chunk_behind_each_position():
         same = made.head.loss(hidden, made.autoencoder.encode(chunks[:, :-1]), generator=RowNoise(noise))
     torch.testing.assert_close(loss, behind)
     assert (loss - same).abs() > 1e-3
+
+
+def variational(**fields) -> CalmForCausalLM:
+    made = model(head="variational", noise_size=2, **fields).train()
+    torch.nn.init.normal_(made.autoencoder.embedding.weight, generator=torch.Generator().manual_seed(2))
+    for part in (made.head.latent, made.head.recognition[-1], made.readout):
+        torch.nn.init.normal_(part.weight, std=0.2, generator=torch.Generator().manual_seed(3))
+    return made
+
+
+@torch.no_grad()
+def test_the_variational_loss_bounds_what_chunks_cost():
+    """Of one chunk: never below -log of the mean over very many latents, in expectation; equal where q is the prior."""
+    made, given = variational(), ids(rows=1, chunks=2)
+    hidden = made.hidden_states(given[:, :4])[0, 0]
+    latents = made.head.sample(hidden, 20_000, torch.Generator().manual_seed(0))
+    states = made.token_states(made.autoencoder.decoder.chunk_states(latents), hidden, 0, 4)
+    logs = (states @ made.autoencoder.embedding.weight.T).log_softmax(-1)
+    nats = -logs.gather(-1, given[0, 4:].expand(20_000, 4)[..., None]).sum((1, 2))
+    true = -(torch.logsumexp(-nats, 0) - torch.log(torch.tensor(20_000.0)))
+    rows, noise = given.expand(2000, -1), RowNoise(list(range(2000)))
+    loss = 4 * made(rows, labels=rows, noise=noise, progress=0.5).loss  # the KL counts fully, the Brier score not yet
+    assert loss > true + 0.01
+    torch.nn.init.zeros_(made.head.recognition[-1].weight)
+    plain = 4 * made(rows, labels=rows, noise=noise, progress=0.5).loss
+    assert plain.item() == pytest.approx(nats.mean().item(), rel=0.02)  # no KL: 2,000 draws of the noise
+
+
+@torch.no_grad()
+def test_the_schedule_of_the_variational_loss():
+    made, given = variational(kl_warmup=0.4, brier_from=0.6, brier_weight=3.0), ids()
+    losses = {p: made(given, labels=given, noise=RowNoise([1, 2]), progress=p).loss for p in (0, 0.2, 0.4, 0.5, 0.7)}
+    assert losses[0] < losses[0.2] < losses[0.4]
+    assert losses[0.2] - losses[0] == pytest.approx((losses[0.4] - losses[0]).item() / 2, rel=1e-3)
+    assert losses[0.4] == losses[0.5] != losses[0.7]
+
+
+@torch.no_grad()
+def test_a_variational_model_draws_tokens_from_its_softmax():
+    made = variational().eval()
+    hidden = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
+    latent = made.head.sample(hidden, 1, torch.Generator().manual_seed(1))
+    states = made.token_states(made.autoencoder.decoder.chunk_states(latent), hidden, 0, 4)[0, 0]
+    expected = (states @ made.autoencoder.embedding.weight.T).softmax(-1)  # (K, V)
+    drawn = made.tokens(latent.expand(20_000, 1, -1), hidden, torch.Generator().manual_seed(2))[:, 0]
+    counts = torch.stack([torch.bincount(column, minlength=60) for column in drawn.unbind(1)])
+    frequent = expected > 0.001
+    chi = ((counts - 20_000 * expected) ** 2 / (20_000 * expected))[frequent]
+    assert chi.sum() < frequent.sum() + 5 * (2 * frequent.sum()) ** 0.5
+    assert len(drawn.unique(dim=0)) > 20
 
 
 def test_attention_can_be_chosen(tmp_path):
@@ -251,7 +302,8 @@ def test_padding_is_not_learnt():
 
 def test_mistakes_are_told():
     with pytest.raises(
-        ConfigError, match="head must be one of energy, flow, mean-flow, diffusion, not 'enrgy'; did you mean energy"
+        ConfigError,
+        match="head must be one of energy, flow, .* not 'enrgy'; did you mean energy",
     ):
         CalmConfig(SMALL, AUTOENCODER, head="enrgy")  # pyright: ignore
     with pytest.raises(ConfigError, match="model_input must be one of"):

@@ -26,7 +26,7 @@ def settings(recipe, *more):
     return load_config(str(recipe), list(more))
 
 
-@pytest.mark.parametrize("head", ["energy", "flow", "mean-flow", "diffusion"])
+@pytest.mark.parametrize("head", ["energy", "flow", "mean-flow", "diffusion", "variational"])
 def test_every_head_learns(language_model, autoencoder, tmp_path, head):
     more = [
         f"language_model.head={head}",
@@ -177,7 +177,7 @@ def test_mistakes_are_told_before_anything_is_written(language_model, transforme
     for change, message in (
         (
             "language_model.head=enrgy",
-            "language_model.head: input should be 'energy', 'flow', 'mean-flow' or 'diffusion'",
+            "language_model.head: input should be 'energy', 'flow', 'mean-flow', 'diffusion' or 'variational'",
         ),
         ("language_model.alpha=2.5", "no proper scoring rule for alpha = 2.5"),
         ("language_model.num_model_samples=1", "must be at least 2, not 1"),

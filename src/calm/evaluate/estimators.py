@@ -113,7 +113,7 @@ class CalmEstimator:
         drawn = []
         for first, last in _slices(self.num_samples, MOST_DRAWS):
             latents = draw_latents(self.model, hidden, last - first, noise)
-            drawn.append(self.model.autoencoder.tokens(latents, search_of(self.model.autoencoder)))
+            drawn.append(self.model.tokens(latents, hidden, noise, search_of(self.model.autoencoder)))
         return torch.cat(drawn).movedim(0, -2)
 
     def _forward(self, inputs: Tensor, **kwargs) -> Tensor:

@@ -24,7 +24,8 @@ def chunk_nats(model: CalmForCausalLM, hidden: Tensor, chunks: Tensor, num_laten
     each = []
     for first in range(0, num_latents, at_once):
         latents = model.head.sample(hidden, min(at_once, num_latents - first), noise)  # (n, B, L, Z)
-        states = model.autoencoder.decoder(latents)  # (n, B, L, K, d)
+        chunk_states = model.autoencoder.decoder.chunk_states(latents)
+        states = model.token_states(chunk_states, hidden, 0, chunks.shape[-1])  # (n, B, L, K, d)
         targets = chunks.expand(len(latents), *chunks.shape)
         each.append(nearest_words(states.flatten(0, -2), words, targets.flatten())[1].view(targets.shape))
     return mixture_nats(torch.cat(each))

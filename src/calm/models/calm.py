@@ -5,6 +5,7 @@
 Position i predicts chunk i + 1. The autoencoder inside is frozen and in eval mode, whatever happens around it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,27 @@ from transformers.utils.generic import ModelOutput
 
 from calm.errors import ConfigError
 from calm.files import write_atomic
-from calm.heads import HEADS, Head
+from calm.heads import HEADS, Head, VariationalHead
+from calm.heads.common import masked_mean
 from calm.models.autoencoder import ChunkAutoencoder, count_chunks
 from calm.models.backbone import build_transformer, transformer_layers
 from calm.models.card import model_card
 from calm.models.chunk_embedding import ChunkEmbedding
 from calm.models.configuration import CalmConfig, check_positions
 from calm.models.posterior import Posterior
-from calm.noise import RowNoise, Source, draw_normal
+from calm.models.readout import Readout
+from calm.noise import RowNoise, Source, draw_normal, draw_uniform
+from calm.scores.tokens import Words, prefix_brier, token_nats
+from calm.scores.vocabulary import drawn_words
 
+Search = Callable[[Tensor], Tensor]  # the most probable words of states (n, d)
 IGNORED = -100  # labels that transformers leaves out of a loss
 HEAD_FIELDS = {
     "energy": ("num_model_samples", "num_target_samples", "alpha", "noise_size"),
     "mean-flow": ("num_model_samples",),
     "flow": ("num_model_samples", "sampler", "num_sampling_steps"),
     "diffusion": ("num_model_samples", "num_sampling_steps"),
+    "variational": ("noise_size",),
 }
 
 
@@ -61,7 +68,12 @@ class CalmForCausalLM(PreTrainedModel):
         fields = {name: getattr(config, name) for name in HEAD_FIELDS[config.head]}
         self.head: Head = HEADS[config.head](config.hidden_size, config.latent_size, config.num_head_layers, **fields)
         self.autoencoder = ChunkAutoencoder(config.autoencoder_config)
+        self.readout = None
+        if config.draws_tokens:
+            self.readout = Readout(config.hidden_size, config.chunk_size, config.autoencoder_config.hidden_size)
         self.post_init()
+        if self.readout is not None:
+            self.readout.initialize()
         self.head.initialize()  # a module without parameters of its own is none that transformers initialises
         self._freeze()
 
@@ -154,8 +166,32 @@ class CalmForCausalLM(PreTrainedModel):
 
     def predict(self, input_ids: Tensor, num_samples: int, generator: Source = None) -> tuple[Tensor, Tensor]:
         """Samples for each next chunk on the true text before it: latents (N, B, L, Z) and tokens (N, B, L, K)."""
-        latents = self.head.sample(self.hidden_states(input_ids), num_samples, generator)
-        return latents, self.autoencoder.tokens(latents)
+        hidden = self.hidden_states(input_ids)
+        latents = self.head.sample(hidden, num_samples, generator)
+        return latents, self.tokens(latents, hidden, generator)
+
+    def token_states(self, chunk_states: Tensor, hidden: Tensor, first: int, last: int) -> Tensor:
+        """From the decoder's states of chunks (..., d) behind hidden states (..., H) to those of some tokens."""
+        states = self.autoencoder.decoder.token_states(chunk_states, first, last)
+        return states if self.readout is None else states + self.readout.part(hidden, first, last)
+
+    def tokens(
+        self,
+        latents: Tensor,
+        hidden: Tensor,
+        generator: Source = None,
+        search: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Chunks that latents (N, ..., Z) behind hidden states (..., H) stand for: (N, ..., K).
+
+        The most probable ones, which `search` finds; a model with a variational head draws them.
+        """
+        if self.readout is None:
+            return self.autoencoder.tokens(latents, search)
+        size, words = self.config.chunk_size, self.autoencoder.embedding.weight
+        states = self.token_states(self.autoencoder.decoder.chunk_states(latents), hidden, 0, size)
+        uniform = draw_uniform(generator, hidden, len(latents), size)
+        return drawn_words(states.flatten(0, -2), words, uniform.flatten()).view(uniform.shape)
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
         """Continue texts; calm.sampling.generator.generate says how."""
@@ -171,11 +207,15 @@ class CalmForCausalLM(PreTrainedModel):
         past_key_values: Cache | None = None,
         noise: RowNoise | None = None,
         num_chunks: float | None = None,
+        progress: float = 1.0,
+        words: Words | None = None,
     ) -> CalmOutput:
         """With labels (the ids themselves; -100 where not to learn) the head's loss, else hidden states.
 
         A chunk is learnt where any of its labels is, and where the chunk before it is read. The mean is over
         `num_chunks`, by default those of this batch; a batch that is computed in parts gives the number of all.
+        A loss of tokens follows a schedule, of which `progress` is the share that is done, and takes `words` for the
+        vocabulary.
         """
         self._check_shapes(input_ids, labels, attention_mask)
         if labels is None:
@@ -191,10 +231,41 @@ class CalmForCausalLM(PreTrainedModel):
             before = attention_mask[:, :-size]
         counted = learnt[:, 1:]
         hidden = self.hidden_states(input_ids[:, :-size], before, generator=noise)
-        loss = self.head.loss(hidden, self.posterior(chunks[:, 1:]), counted, noise)
+        if isinstance(self.head, VariationalHead):
+            loss = masked_mean(self._token_loss(self.head, hidden, chunks[:, 1:], noise, progress, words), counted)
+        else:
+            loss = self.head.loss(hidden, self.posterior(chunks[:, 1:]), counted, noise)
         if num_chunks is not None:
             loss = loss * counted.sum() / num_chunks
         return CalmOutput(loss)
+
+    def _token_loss(
+        self,
+        head: VariationalHead,
+        hidden: Tensor,
+        chunks: Tensor,
+        noise: RowNoise,
+        progress: float,
+        words: Words | None,
+    ) -> Tensor:
+        """For chunks (B, L, K) behind hidden states (B, L, H) the variational bound, in nats a token, and in the later
+        part of training the Brier score of N fresh samples: (B, L).
+        """
+        config, size = self.config, self.config.chunk_size
+        vocabulary = self.autoencoder.embedding.weight
+
+        def states(latents: Tensor) -> Tensor:
+            return self.token_states(self.autoencoder.decoder.chunk_states(latents), hidden, 0, size)
+
+        posterior = head.recognise(hidden, self.posterior(chunks).mean)
+        recognised = posterior.sample(head.draw(hidden, 1, noise))
+        nats = token_nats(states(head.sample(hidden, noise=recognised))[0], vocabulary, chunks, words).sum(-1)
+        kl_weight = min(1.0, progress / config.kl_warmup) if config.kl_warmup else 1.0
+        loss = (nats + kl_weight * posterior.kl().sum(-1)) / size
+        if config.brier_weight and progress >= config.brier_from:
+            samples = states(head.sample(hidden, config.num_model_samples, noise))
+            loss = loss - config.brier_weight * prefix_brier(samples, vocabulary, chunks, words).sum(-1)
+        return loss
 
     def _check_shapes(self, input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor | None) -> None:
         self.chunks(input_ids)

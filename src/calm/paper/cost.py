@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from calm.config import RunConfig, load_config, recipe_names
 from calm.data.shards import PreparedData
 from calm.errors import UserError
+from calm.heads import VariationalHead
 from calm.models.autoencoder import ChunkAutoencoder
 from calm.models.backbone import build_transformer
 from calm.models.calm import CalmForCausalLM
@@ -152,10 +153,19 @@ def _calm_cost(name: str, config: RunConfig, context: int, candidates: int, mode
         "chunk embedding": 2.0 * _matrices(model.chunk_embedding),
     }
     training = {n: FORWARD_AND_BACKWARD * flops for n, flops in forward.items()}
-    every = 2.0 * _matrices(model.head) - once  # in training samples have times of their own
-    derivative = 2 if model.config.head == "mean-flow" else 0  # forward with values and their changes beside them
-    training["head"] = (FORWARD_AND_BACKWARD + derivative) * (once + samples * every)
     training["autoencoder"] = encoder * (2 if model.chunk_embedding.reads_latents else 1)  # of targets, and of inputs
+    recognition = 0.0
+    if isinstance(model.head, VariationalHead) and model.readout is not None:
+        # One sample a position, and N where the Brier score counts; back through the frozen decoder to the latents.
+        samples = 1 + samples * (1 - model.config.brier_from if model.config.brier_weight else 0.0)
+        recognition = 2.0 * _matrices(model.head.recognition)
+        forward["readout"] = 2.0 * _matrices(model.readout)
+        training["readout"] = FORWARD_AND_BACKWARD * forward["readout"]
+        training["autoencoder"] += 2 * samples * decoder
+        training["vocabulary projection"] = 2 * samples * projection
+    every = 2.0 * _matrices(model.head) - once - recognition  # in training samples have times of their own
+    derivative = 2 if model.config.head == "mean-flow" else 0  # forward with values and their changes beside them
+    training["head"] = (FORWARD_AND_BACKWARD + derivative) * (once + samples * every + recognition)
     inference = {
         **forward,
         "head": once + evaluations * (evaluation + sample),
@@ -167,6 +177,7 @@ def _calm_cost(name: str, config: RunConfig, context: int, candidates: int, mode
         "token embedding": embedding,
         "chunk embedding": _count(model.chunk_embedding) - embedding,
         "head": _count(model.head),
+        "readout": _count(model.readout) if model.readout is not None else 0,
         "autoencoder": _count(model.autoencoder),
     }
     parts = _parts(sizes, {n: f / size for n, f in training.items()}, {n: f / size for n, f in inference.items()})
@@ -205,7 +216,7 @@ def _head_flops(model: CalmForCausalLM) -> tuple[float, float, float]:
     """
     sums = {"once": 0, "evaluation": 0, "sample": 0}
     for path, part in model.head.named_modules():
-        if isinstance(part, nn.Linear) and not {"time", "span"} & set(path.split(".")):
+        if isinstance(part, nn.Linear) and not {"time", "span", "recognition"} & set(path.split(".")):
             name = path.rsplit(".", 1)[-1]
             kind = {"condition": "once", "fuse_condition": "once", "modulation": "evaluation"}.get(name, "sample")
             sums[kind] += part.weight.numel()
@@ -215,7 +226,7 @@ def _head_flops(model: CalmForCausalLM) -> tuple[float, float, float]:
 def _evaluations(model: CalmForCausalLM) -> int:
     """How often the network of a head runs for one sample."""
     config = model.config
-    if config.head in ("energy", "mean-flow"):
+    if config.head in ("energy", "mean-flow", "variational"):
         return 1
     return config.num_sampling_steps * (2 if config.head == "flow" and config.sampler == "midpoint" else 1)
 

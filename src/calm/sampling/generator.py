@@ -85,7 +85,7 @@ class Generation:
             if not 0 <= token < model.config.vocab_size:
                 raise ConfigError(f"a prompt has token {token}, and the model has {model.config.vocab_size} words")
         self.model, self.end_id, self.max_new_tokens = model, end_id, max_new_tokens
-        self.sampling = sampling or Sampling()
+        self.sampling = (sampling or Sampling()).of(model.config)
         self.search = search_of(model.autoencoder, self.sampling.caution)
         self.running = list(range(len(prompts)))
         self.noise = RowNoise(seeds, model.device)
@@ -215,7 +215,7 @@ def generate(
                 shown = sure
     if streamer is not None:
         streamer.end()
-    if warning := generation.spent.warning(sampling):
+    if warning := generation.spent.warning(generation.sampling):
         warnings.warn(warning, CalmWarning, stacklevel=3)
     behind = pad_sequence([torch.tensor(ids, dtype=torch.long) for ids in new], True, fill_id)
     return torch.cat([input_ids, behind.to(input_ids.device)], dim=1)

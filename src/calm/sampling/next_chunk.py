@@ -8,7 +8,7 @@ noise     a heuristic (§8): one draw whose noise is scaled by the temperature
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from calm.errors import ConfigError, UserError, did_you_mean
 from calm.models.calm import CalmForCausalLM
+from calm.models.configuration import CalmConfig
 from calm.noise import RowNoise, ScaledNoise, draw_uniform
 from calm.sampling.candidates import UNKNOWN, Candidates
 from calm.sampling.mixture import Cut, sample_mixture
@@ -28,6 +29,7 @@ from calm.sampling.temperature import (
     sample_token_by_token,
 )
 from calm.sampling.vocabulary import VocabularySearch
+from calm.scores.vocabulary import drawn_words
 
 Method = Literal["token", "batch", "exact", "mixture", "noise"]
 MANY, FEW = 200, 64  # candidates: those that are counted, those whose softmaxes are averaged
@@ -41,7 +43,7 @@ class Sampling:
 
     temperature: float = 1.0
     num_candidates: int | None = None  # N; by default 200, and 64 for "mixture"
-    method: Method = "token"
+    method: Method | None = None  # by default "token", and "mixture" for a model that draws its tokens
     tolerance: float = 0.0  # of "batch": the total variation at which no more candidates are drawn; 0 is all of them
     refill: bool = False  # of "token": draw anew where fewer than 1/T candidates agree with the tokens so far
     caution: float = 1.0  # of the vocabulary search: below 1 it is faster and almost always right
@@ -50,34 +52,38 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in get_args(Method):
-            known = get_args(Method)
+        known = get_args(Method)
+        if self.method is not None and self.method not in known:
             raise ConfigError(f"method must be one of {', '.join(known)}{did_you_mean(self.method, known)}")
-        if self.num_candidates is None:
-            object.__setattr__(self, "num_candidates", FEW if self.method == "mixture" else MANY)
-        if not isinstance(self.num_candidates, int) or self.num_candidates < 1:
+        if self.num_candidates is not None and (not isinstance(self.num_candidates, int) or self.num_candidates < 1):
             raise ConfigError(f"num_candidates must be a whole number, at least 1, not {self.num_candidates}")
         if not 0 <= self.tolerance <= 1:
             raise ConfigError(f"tolerance is a total variation, from 0 to 1, not {self.tolerance}")
         if not 0 < self.caution <= 1:
             raise ConfigError(f"caution must be above 0 and at most 1, which is exact, not {self.caution}")
         for name, method in {"tolerance": "batch", "refill": "token"}.items():
-            if getattr(self, name) and self.method != method:
+            if getattr(self, name) and self.method not in (method, None):
                 raise ConfigError(f"{name} is for the method {method!r}, not for {self.method!r}")
         if self.method == "mixture":
             self.cut  # noqa: B018  # checks its fields
             return
         for name in ("top_k", "top_p", "min_p"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None and self.method is not None:
                 raise ConfigError(
                     f"{name} needs probabilities of tokens, which a CALM model has with the method 'mixture' only"
                 )
         inverse(self.temperature)
 
+    def of(self, config: CalmConfig) -> "Sampling":
+        """With the method that suits a model, where none was named."""
+        if self.method is not None:
+            return self
+        sharpened = self.cut != Cut()  # at temperature 1 a single draw is right
+        return replace(self, method="mixture" if config.draws_tokens and sharpened else "token")
+
     @property
     def number(self) -> int:
-        assert self.num_candidates is not None
-        return self.num_candidates
+        return self.num_candidates or (FEW if self.method == "mixture" else MANY)
 
     @property
     def cut(self) -> Cut:
@@ -98,23 +104,35 @@ class LatentCandidates(Candidates):
         self.model, self.search, self.hidden, self.noise = model, search, hidden, noise
         self.states = hidden.new_empty(len(hidden), 0, model.config.autoencoder_config.hidden_size)
         size = model.config.chunk_size
+        self.uniform = (
+            hidden.new_empty(len(hidden), 0, size) if model.readout is not None else None
+        )  # to draw tokens by
         super().__init__(torch.empty(len(hidden), 0, size, dtype=torch.long, device=hidden.device))
         self.grow(count, torch.ones(len(hidden), dtype=torch.bool, device=hidden.device))
 
     def drawn(self, count: int, rows: Tensor) -> Tensor:
         states = self.states.new_zeros(len(rows), count, self.states.shape[-1])
-        latents = draw_latents(self.model, self.hidden[rows], count, self.noise.rows(rows.nonzero()[:, 0].tolist()))
+        noise = self.noise.rows(rows.nonzero()[:, 0].tolist())
+        latents = draw_latents(self.model, self.hidden[rows], count, noise)
         states[rows] = self.model.autoencoder.decoder.chunk_states(latents.transpose(0, 1))
         self.states = torch.cat([self.states, states], dim=1)  # (B, N, d)
+        if self.uniform is not None:
+            uniform = self.uniform.new_zeros(len(rows), count, self.known.shape[-1])
+            uniform[rows] = draw_uniform(noise, self.hidden[rows], count, uniform.shape[-1]).transpose(0, 1)
+            self.uniform = torch.cat([self.uniform, uniform], dim=1)  # (B, N, K)
         return self.known.new_full((len(rows), count, self.known.shape[-1]), UNKNOWN)
 
     def decode(self, places: tuple[Tensor, ...], first: int, last: int) -> Tensor:
-        states = self.model.autoencoder.decoder.token_states(self.states[places], first, last)
-        return self.search(states.flatten(0, 1)).unflatten(0, (-1, last - first))
+        states = self.model.token_states(self.states[places], self.hidden[places[0]], first, last).flatten(0, 1)
+        if self.uniform is None:
+            found = self.search(states)
+        else:
+            found = drawn_words(states, self.search.words, self.uniform[places][:, first:last].flatten())
+        return found.unflatten(0, (-1, last - first))
 
     def log_probabilities(self, position: int) -> Tensor:
         """Of all candidates and words: (B, N, V)."""
-        states = self.model.autoencoder.decoder.token_states(self.states, position, position + 1)[..., 0, :]
+        states = self.model.token_states(self.states, self.hidden[:, None], position, position + 1)[..., 0, :]
         return (states @ self.search.words.T).float().log_softmax(-1)
 
 
@@ -130,10 +148,9 @@ def next_chunks(
         return _mixture(model, search, hidden, sampling, noise)
     if sampling.temperature == 1 or sampling.method == "noise":
         source = ScaledNoise(noise, sampling.temperature) if sampling.method == "noise" else noise
-        latents = draw_latents(model, hidden, 1, source)[0]
-        return Chosen(
-            model.autoencoder.tokens(latents, search), _sure(torch.ones_like(latents[:, 0], dtype=torch.long))
-        )
+        latents = draw_latents(model, hidden, 1, source)
+        chunks = model.tokens(latents, hidden, source, search)[0]
+        return Chosen(chunks, _sure(torch.ones_like(chunks[:, 0])))
     s = inverse(sampling.temperature)
     if sampling.method == "exact":
         return _exactly(model, search, hidden, sampling.temperature, noise)
@@ -179,7 +196,8 @@ def _exactly(
         own = noise.rows([row])
 
         def draw(count: int, row: int = row, own: RowNoise = own) -> Tensor:
-            return model.autoencoder.tokens(draw_latents(model, hidden[row : row + 1], count, own)[:, 0], search)
+            here = hidden[row : row + 1]
+            return model.tokens(draw_latents(model, here, count, own), here, own, search)[:, 0]
 
         chunk, cost = sample_at_temperature(draw, temperature, generator=own.generators[0])
         chunks.append(chunk)

@@ -10,6 +10,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from calm.noise import pick
+
 SLICE_ELEMENTS = 2**23  # logits held at once: 32 MB in fp32
 
 
@@ -73,6 +75,15 @@ def most_probable_words(states: Tensor, words: Tensor) -> Tensor:
     ids = torch.empty(len(states), dtype=torch.long, device=states.device)
     for here, logits in _logits(states, words):
         ids[here] = logits.argmax(-1)
+    return ids
+
+
+@torch.no_grad()
+def drawn_words(states: Tensor, words: Tensor, uniform: Tensor) -> Tensor:
+    """Words by their probability, chosen by uniform numbers: (n, d), (V, d), (n,) → (n,)."""
+    ids = torch.empty(len(states), dtype=torch.long, device=states.device)
+    for here, logits in _logits(states, words):
+        ids[here] = pick(logits.softmax(-1), uniform[here, None])[:, 0]
     return ids
 
 

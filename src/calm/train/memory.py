@@ -53,4 +53,7 @@ def _calm_position(model: CalmForCausalLM, checkpointing: bool) -> float:
     hidden, latent = config.hidden_size, config.latent_size
     embedding = (config.chunk_size + 6) * hidden if config.model_input != "continuous" else latent
     sample = (13 * config.num_head_layers + 6) * hidden + 6 * latent
+    if config.draws_tokens:
+        inner = config.autoencoder_config
+        sample += config.chunk_size * (_autoencoder_token(inner) + 3 * inner.vocab_size)
     return embedding + _backbone(config.backbone_config, checkpointing) + config.num_model_samples * sample

@@ -24,6 +24,7 @@ from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig, check_
 from calm.models.loading import load_autoencoder, load_backbone, load_calm, load_softmax
 from calm.noise import RowNoise
 from calm.processes import Processes
+from calm.scores.tokens import Words
 from calm.train.data import TrainingData
 from calm.train.memory import training_memory
 
@@ -161,6 +162,23 @@ class LanguageModelStage(Stage):
         model.config.knows_fill |= data.front_fill > 0
         return model
 
+    def read(self, step: int) -> dict[str, Any]:
+        if not self.model.config.draws_tokens:
+            return super().read(step)
+        number = self.config.language_model.vocabulary_sample
+        batch, whole = self.data.loader.batch_and_whole(step, whole=number is not None)
+        words = None
+        if number is not None:
+            words = sampled_words(whole.tokens, number, self.model.config.vocab_size, self.config.seed, step)
+        return {**self._share(batch), "progress": step / self.config.train.steps, "words": words}
+
+    def parts(self, share: dict[str, Any]) -> list[dict[str, Any]]:
+        parts = super().parts(share)
+        if "words" not in share:
+            return parts
+        words = share["words"] and share["words"].to(self.among.device)
+        return [{**part, "progress": share["progress"], "words": words} for part in parts]
+
     def count(self, tokens: Tensor, mask: Tensor) -> Tensor:
         return count_chunks(tokens, mask, self.config.data.chunk_size)[:, 1:]
 
@@ -207,6 +225,18 @@ STAGES: dict[str, type[Stage]] = {
 }
 
 
+def sampled_words(tokens: np.ndarray, number: int, vocab_size: int, seed: int, step: int) -> Words:
+    """The words of the global batch, and so many random others that stand for the rest; the same in every process."""
+    present = np.unique(tokens)
+    rest = np.setdiff1d(np.arange(vocab_size), present, assume_unique=True)
+    number = min(number, len(rest))
+    chosen = rest[permute(np.arange(number), len(rest), seed, 5, step)] if number else rest
+    ids = np.concatenate([present, chosen])
+    weights = np.concatenate([np.ones(len(present)), np.full(number, len(rest) / max(number, 1))])
+    order = np.argsort(ids)
+    return Words(torch.from_numpy(ids[order]).long(), torch.from_numpy(weights[order]).float())
+
+
 def autoencoder_config(config: RunConfig, vocab_size: int, mask_id: int = 0) -> ChunkAutoencoderConfig:
     fields = config.autoencoder.model_dump(exclude={"vocabulary_sample"})
     return ChunkAutoencoderConfig(
@@ -216,7 +246,7 @@ def autoencoder_config(config: RunConfig, vocab_size: int, mask_id: int = 0) -> 
 
 def calm_config(settings: LanguageModel, autoencoder: ChunkAutoencoderConfig, backbone: Any = None) -> CalmConfig:
     """The model that a recipe describes; `backbone` is the config of a pretrained one."""
-    fields = settings.model_dump(exclude={"autoencoder", "start", "backbone"})
+    fields = settings.model_dump(exclude={"autoencoder", "start", "backbone", "vocabulary_sample"})
     return CalmConfig(backbone or cast(dict, settings.backbone), autoencoder, **fields)
 
 
