@@ -8,7 +8,7 @@ READY := .venv/.ready
 .PHONY: help demo test slow check bench docs clean
 
 help:
-	@echo "make demo    prepare the embedded corpus and show what came out"
+	@echo "make demo    calm quickstart: the whole idea on the embedded corpus, in a quarter of an hour"
 	@echo "make test    all checks and tests"
 	@echo "make check   lint, format, types, import directions"
 	@echo "make slow    the long tests (they read ../shared where it exists)"
@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	@$(BIN)/calm prepare embedded --tokenizer bpe:4096 --validation-share 0.05 --test-share 0.05 --output demo/data --resume
+	@$(BIN)/calm quickstart --output demo
 
 test: check
 	$(BIN)/pytest -n 2

@@ -19,6 +19,7 @@ ORDER = [
     {"evaluate"},
     {"config", "train"},
     {"serve", "paper"},
+    {"quickstart"},
     {"console"},
     {"evaluate_command"},
     {"cli"},

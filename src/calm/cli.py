@@ -69,6 +69,42 @@ def options(
     pass
 
 
+@app.command(epilog="Example: calm quickstart --minutes 5 --data 'novels/*.txt' --output quickstart-novels")
+def quickstart(
+    minutes: Annotated[float, typer.Option(help="About how long it takes on two cores; scales every stage.")] = 15.0,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Your own text instead of the embedded one; may be repeated.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="The directory to make, or to continue in.")] = Path("quickstart"),
+    seed: Annotated[int, typer.Option(min=0, max=2**62, help="The same seed, the same models.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """The whole idea in a quarter of an hour: text, autoencoder, language model, baseline, scores, samples, a report.
+
+    Interrupted, it continues when it is called again. It needs no network.
+    """
+    from calm.quickstart.plan import Plan
+
+    plan = Plan(minutes, tuple(data or ["embedded"]), seed)
+    from transformers.utils import logging
+
+    from calm import console
+    from calm.quickstart.report import next_commands
+    from calm.quickstart.run import REPORT
+    from calm.quickstart.run import quickstart as run
+
+    logging.disable_progress_bar()
+    results = run(plan, output, console.QuickstartScreen())
+    if as_json:
+        console.print_json(results)
+        return
+    for table in console.scores_tables(results["scores"]):
+        console.stdout.print(table)
+    console.show_samples(results["samples"])
+    console.stdout.print(f"The report is {output / REPORT}. To go on:", soft_wrap=True)
+    print(next_commands(output), end="")
+
+
 @app.command(
     epilog="Example: calm prepare 'texts/*.jsonl.gz' --tokenizer bpe:8192 --output data/mine",
     short_help="Turn text into a tokenizer and shards of token ids.",
@@ -209,9 +245,10 @@ def evaluate(
 
     from calm import evaluate_command
     from calm.models.configuration import ChunkAutoencoderConfig
-    from calm.models.loading import model_type
+    from calm.models.loading import located, model_type
 
     logging.disable_progress_bar()
+    models = [located(model) for model in models]
     if output is not None and output.exists() and not output.is_dir():
         raise UserError(f"--output should name a directory, and {output} is a file")
     if limit is not None and not harness:
@@ -229,11 +266,11 @@ def evaluate(
         evaluate_command.evaluate_language_models(models, data, split, options, output, as_json)
 
 
-@app.command(
-    epilog="Example: calm generate runs/laptop-calm/model 'In the beginning' --temperature 0.5 --num-samples 3"
-)
+@app.command(epilog="Example: calm generate bundled 'And God said' --temperature 0.5 --num-samples 3")
 def generate(
-    model: Annotated[Path, typer.Argument(help="The directory of a CALM language model.")],
+    model: Annotated[
+        Path, typer.Argument(help="The directory of a CALM language model; the word bundled names the shipped one.")
+    ],
     prompt: Annotated[str, typer.Argument(help="What to continue; - reads it from stdin, none begins a text.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the continuation, at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="Above 0 and at most 1; lower is less surprising.")] = 1.0,
@@ -272,12 +309,13 @@ def generate(
     sampling = Sampling(temperature, num_candidates, named, tolerance, refill, caution, top_k, top_p, min_p)
     from transformers.utils import logging
 
+    from calm.models.loading import located
     from calm.processes import default_device
     from calm.sampling.text import Writer
 
     logging.disable_progress_bar()
     with console.stderr.status("loading") if console.stderr.is_terminal else nullcontext():
-        writer = Writer(model, default_device())
+        writer = Writer(located(model), default_device())
     sampling = sampling.of(writer.model.config)
     text = _prompt(prompt)
     pieces = writer.write(

@@ -300,3 +300,26 @@ def collected_texts(pieces: Iterable["Piece"], count: int) -> dict[str, Any]:
         if piece.ids and piece.agreement is not None:
             text["agreement"].append(round(piece.agreement, 4))
     return {"texts": texts}
+
+
+class QuickstartScreen:
+    """What a quickstart shows on stderr: a line a stage, and below it the stage's own bar."""
+
+    preparation = staticmethod(preparation_progress)
+    training = staticmethod(training_progress)
+    evaluation = staticmethod(evaluation_progress)
+    warn = staticmethod(warn)
+
+    def stage(self, number: int, total: int, title: str, note: str) -> None:
+        stderr.print(f"[bold]\\[{number}/{total}] {escape(title)}[/] [dim]{escape(note)}[/]", soft_wrap=True)
+
+
+def show_samples(samples: list[dict[str, Any]]) -> None:
+    """Continuations of the CALM model, one colour a chunk."""
+    for sample in samples:
+        text = Text(f"T = {sample['temperature']:g}  ", style="dim")
+        text.append(sample["prompt"].replace("\n", "↵"), style="not dim bold")
+        for number, piece in enumerate(sample["calm"]):
+            text.append(piece.replace("\n", "↵"), style=f"not dim {CHUNK_COLOURS[number % len(CHUNK_COLOURS)]}")
+            text.append("" if stdout.is_terminal else "┃")
+        stdout.print(text, soft_wrap=True)

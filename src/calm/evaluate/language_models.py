@@ -36,6 +36,7 @@ class Options:
     batch_size: int = 8
     seed: int = 0
     num_latents: int = 0  # of the mixture that bounds a CALM model's likelihood; 0: no bound
+    most_tokens: int | None = None  # of the text: documents behind so many are left out
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,13 @@ class Contender:
     def vocab_size(self) -> int:
         return (self.config if self.is_calm else self.config.get_text_config()).vocab_size
 
-    def read(self, text: Text) -> Iterator[Document]:
-        """The documents, whose ids must be words of the model."""
+    def read(self, text: Text, most_tokens: int | None = None) -> Iterator[Document]:
+        """The documents, whose ids must be words of the model; none that begins behind `most_tokens`."""
+        before = 0
         for document in text.documents():
+            if most_tokens is not None and before >= most_tokens:
+                return
+            before += len(document.tokens)
             if len(document.tokens) and (word := int(document.tokens.max())) >= self.vocab_size:
                 raise DataError(
                     f"the text has token {word}, and the model in {self.directory} knows {self.vocab_size} only: the "
@@ -131,11 +136,12 @@ def _evaluate(
     def tell(tokens: int) -> None:
         nonlocal done
         done += tokens * among.size
-        report(contender.name, done, text.tokens)
+        total = text.tokens and min(text.tokens, options.most_tokens or text.tokens)
+        report(contender.name, done, total)
 
     found = evaluate_documents(
         contender.load(options, length, among),
-        contender.read(text),
+        contender.read(text, options.most_tokens),
         positions=options.positions,
         unit=unit,
         fill_id=text.tokenizer.fill_id if contender.is_calm else 0,

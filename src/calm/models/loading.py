@@ -1,5 +1,6 @@
 """Read a saved model; whatever is wrong with its directory is said in one sentence."""
 
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig
 from calm.models.state_files import field_of, read_object
 
+BUNDLED = "bundled"
 KINDS = {ChunkAutoencoderConfig.model_type: "an autoencoder", CalmConfig.model_type: "a CALM language model"}
+
+
+def located(name: Path) -> Path:
+    """A model's directory; the word `bundled` is the one that comes with the package."""
+    return Path(str(files("calm") / BUNDLED)) if str(name) == BUNDLED and not name.exists() else name
 
 
 def model_type(directory: Path) -> str:

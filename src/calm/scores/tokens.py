@@ -49,5 +49,5 @@ def _log_probabilities(states: Tensor, vocabulary: Tensor, words: Words | None) 
 
 def _chosen(logs: Tensor, targets: Tensor, words: Words | None) -> Tensor:
     """Entries of the targets (..., K) in (..., K, W), or in (N, ..., K, W)."""
-    index = targets if words is None else torch.searchsorted(words.ids, targets)
+    index = targets if words is None else torch.searchsorted(words.ids, targets.contiguous())
     return logs.gather(-1, index.expand(logs.shape[:-1])[..., None])[..., 0]

@@ -1,0 +1,109 @@
+"""What a quickstart measures and writes once its models are trained: plain objects, which files can keep."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from calm.data.shards import PreparedData
+from calm.evaluate.language_models import Options, evaluate_language_models
+from calm.evaluate.report import evaluate_autoencoder
+from calm.evaluate.tradeoff import calm_samples, measure, softmax_samples, windows
+from calm.models.loading import load_calm, load_softmax
+from calm.paper.cost import cost_of
+from calm.processes import Processes
+from calm.quickstart.plan import Plan, model_of
+from calm.sampling.next_chunk import Sampling
+from calm.sampling.text import Writer
+
+SAMPLES = 4  # draws at each position of the test text
+TOKENS_A_MINUTE, FEWEST_TOKENS = 4_000, 4_000  # of the test text that are scored
+MOST_POSITIONS, DRAWS, TOGETHER = 300, 4, 50  # of the accuracy-diversity plane
+TEMPERATURES = (1.0, 0.8, 0.6, 0.5, 0.4)
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 16, 96
+
+
+def reconstruction(output: Path) -> dict[str, Any]:
+    return evaluate_autoencoder(model_of(output, "autoencoder"), output / "data", "test")
+
+
+def scores(plan: Plan, output: Path, among: Processes, report: Any) -> dict[str, Any]:
+    """BrierLM of both models on text that neither the training nor its settings have seen."""
+    models = [model_of(output, stage) for stage in ("calm", "transformer")]
+    options = Options(SAMPLES, most_tokens=max(FEWEST_TOKENS, round(plan.minutes * TOKENS_A_MINUTE)))
+    return evaluate_language_models(models, output / "data", "test", options, among, report)
+
+
+@torch.no_grad()
+def tradeoff(plan: Plan, output: Path) -> list[dict[str, Any]]:
+    """Accuracy and collision of both models at several temperatures."""
+    positions = min(MOST_POSITIONS, max(TOGETHER, round(plan.minutes * MOST_POSITIONS / 15)))
+    texts, targets = windows(output / "data", positions, "test")
+    model: Any = load_calm(model_of(output, "calm")).eval()
+    baseline: Any = load_softmax(model_of(output, "transformer")).eval()
+    hidden = torch.cat([model.hidden_states(part)[:, -1] for part in texts.split(TOGETHER)])
+    found = []
+    for temperature in TEMPERATURES:
+        sampling = Sampling(temperature).of(model.config)
+        chunks, _ = calm_samples(model, hidden, sampling, DRAWS, TOGETHER)
+        found.append({"model": "calm", "temperature": temperature, **measure(chunks, targets)})
+        chunks = softmax_samples(baseline, texts, temperature, DRAWS, TOGETHER)
+        found.append({"model": "transformer", "temperature": temperature, **measure(chunks, targets)})
+    return found
+
+
+@torch.no_grad()
+def samples(output: Path, seed: int) -> list[dict[str, Any]]:
+    """Continuations of the beginnings of test documents, by both models, not selected."""
+    data = PreparedData(output / "data", verify=False)
+    prompts = _beginnings(data)
+    writer = Writer(model_of(output, "calm"))
+    baseline: Any = load_softmax(model_of(output, "transformer")).eval()
+    found = []
+    for temperature in (1.0, 0.5):
+        began = time.perf_counter()
+        pieces: list[list[str]] = [[] for _ in prompts]
+        for piece in writer.write(prompts, Sampling(temperature), max_new_tokens=NEW_TOKENS, seed=seed):
+            pieces[piece.number].append(piece.text)
+        seconds = time.perf_counter() - began
+        torch.manual_seed(seed)
+        for number, prompt in enumerate(prompts):
+            ids = baseline.generate(
+                torch.tensor([prompt]),
+                max_new_tokens=NEW_TOKENS,
+                do_sample=True,
+                temperature=temperature,
+                top_k=0,
+                eos_token_id=data.tokenizer.end_id,
+                pad_token_id=data.tokenizer.fill_id,
+            )[0, len(prompt) :].tolist()
+            found.append(
+                {
+                    "prompt": data.tokenizer.decode(prompt),
+                    "temperature": temperature,
+                    "calm": pieces[number],
+                    "transformer": data.tokenizer.decode([i for i in ids if i != data.tokenizer.end_id]),
+                    "seconds": round(seconds, 2),
+                }
+            )
+    return found
+
+
+def _beginnings(data: PreparedData) -> list[list[int]]:
+    """The first tokens of some documents that go on behind them."""
+    stream = data.split("test")
+    lengths = np.concatenate(stream.lengths).astype(np.int64)
+    starts = (lengths.cumsum() - lengths)[lengths > PROMPT_TOKENS][:PROMPTS]
+    return [stream[int(start) : int(start) + PROMPT_TOKENS].tolist() for start in starts]
+
+
+def costs(plan: Plan, output: Path) -> list[dict[str, Any]]:
+    """Parameters and FLOPs; attention looks back on as much text as a row of training has."""
+    found = []
+    for stage in ("calm", "transformer"):
+        config = plan.run(stage, output)
+        steps = config.data.sequence_length // config.data.chunk_size
+        found.append(cost_of(f"quickstart-{stage}", config, context=steps).as_json())
+    return found

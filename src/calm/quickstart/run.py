@@ -1,0 +1,91 @@
+"""The stages of a quickstart, one after the other. What is done is kept, so that an interrupted one goes on."""
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from calm.data.prepare import prepare
+from calm.errors import UserError
+from calm.files import claimed, write_atomic, write_json
+from calm.processes import processes
+from calm.quickstart import measures
+from calm.quickstart.plan import LEAST_TOKENS, STAGES, Plan, keep_plan
+from calm.quickstart.report import make_report
+from calm.train.loop import train
+
+TITLES = {
+    "autoencoder": "autoencoder: 4 tokens ↔ one vector",
+    "calm": "language model: one vector a step",
+    "transformer": "Transformer baseline, for the same time",
+}
+TRAINED = "run.json"
+REPORT = "report.html"
+
+
+class Screen(Protocol):
+    """What a quickstart tells while it runs."""
+
+    def stage(self, number: int, total: int, title: str, note: str) -> None: ...
+
+    def preparation(self) -> AbstractContextManager[Callable[[Any], None]]: ...
+
+    def training(self, steps: int) -> AbstractContextManager[Callable[[Any], None]]: ...
+
+    def evaluation(self) -> AbstractContextManager[Callable[[str, int, int | None], None]]: ...
+
+    def warn(self, message: str) -> None: ...
+
+
+def quickstart(plan: Plan, output: Path, screen: Screen) -> dict[str, Any]:
+    """Everything, or what is left of it; returns the results that the report shows."""
+    with claimed(output, "calm quickstart"):
+        keep_plan(plan, output)
+        total = len(STAGES) + 3
+        screen.stage(1, total, "text → tokenizer and shards", _minutes(0.3))
+        _prepare(plan, output, screen)
+        for number, stage in enumerate(STAGES, start=2):
+            config = plan.run(stage, output)
+            note = f"{config.train.steps:,} steps, {_minutes(plan.minutes_of(stage))}"
+            screen.stage(number, total, TITLES[stage], note)
+            if not (output / "runs" / stage / TRAINED).exists():
+                with screen.training(config.train.steps) as tell:
+                    train(config, output / "runs" / stage, resume=True, report=tell, warn=screen.warn)
+        screen.stage(total - 1, total, "BrierLM of both, on test text", _minutes(1.5))
+        results = {"plan": json.loads((output / "quickstart.json").read_bytes())}
+        with processes() as among, screen.evaluation() as tell:
+            results["scores"] = _kept(output, "scores", lambda: measures.scores(plan, output, among, tell))
+        screen.stage(total, total, "temperatures, samples, report", _minutes(1))
+        results["reconstruction"] = _kept(output, "reconstruction", lambda: measures.reconstruction(output))
+        results["tradeoff"] = _kept(output, "tradeoff", lambda: measures.tradeoff(plan, output))
+        results["samples"] = _kept(output, "samples", lambda: measures.samples(output, plan.seed))
+        results["costs"] = measures.costs(plan, output)
+        write_atomic(output / REPORT, make_report(results, output).encode())
+        return results
+
+
+def _prepare(plan: Plan, output: Path, screen: Screen) -> None:
+    with screen.preparation() as tell:
+        manifest = prepare(
+            list(plan.data), output / "data", plan.preparation, resume=True, report=tell, warn=screen.warn
+        )
+    for name, split in manifest["splits"].items():
+        if split["tokens"] < LEAST_TOKENS:
+            raise UserError(
+                f"the {name} text has {split['tokens']:,} tokens, and {LEAST_TOKENS:,} are needed: give more text, or "
+                "text in more documents"
+            )
+
+
+def _kept(output: Path, name: str, make: Callable[[], Any]) -> Any:
+    """A result from its file, or made and put there."""
+    path = output / "results" / f"{name}.json"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, make())
+    return json.loads(path.read_bytes())
+
+
+def _minutes(minutes: float) -> str:
+    return f"about {minutes:.0f} min" if minutes >= 1.5 else f"about {max(1, round(60 * minutes))} s"
