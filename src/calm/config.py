@@ -104,7 +104,10 @@ class LanguageModel(Section):
                 f"alpha must lie in (0, 2]: the energy score is no proper scoring rule for alpha = {self.alpha}"
             )
         default = LanguageModel.model_construct()
-        other = {name for name in self.model_fields_set if getattr(self, name) != getattr(default, name)} - {"start"}
+        other = {name for name in self.model_fields_set if getattr(self, name) != getattr(default, name)} - {
+            "start",
+            "vocabulary_sample",  # of the training, not of the model
+        }
         if self.start is not None and other:
             raise ValueError(f"start takes the model as it is, so {', '.join(sorted(other))} cannot be set beside it")
         return self

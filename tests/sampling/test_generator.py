@@ -81,16 +81,17 @@ METHODS = {
 }
 
 
+@pytest.mark.parametrize("head", ["energy", "variational"])
 @pytest.mark.parametrize("options", METHODS.values(), ids=METHODS)
-def test_no_text_depends_on_those_beside_it(options):
-    model, prompts, seeds = make(2), [[5, 6, 7], [4] * 9, [8, 9, 10, 11]], [10, 11, 12]
+def test_no_text_depends_on_those_beside_it(options, head):
+    model, prompts, seeds = make(2, head=head), [[5, 6, 7], [4] * 9, [8, 9, 10, 11]], [10, 11, 12]
     together = run(model, prompts, seeds, 6, end_id=-1, **options)
     alone = [run(model, [p], [s], 6, end_id=-1, **options)[0] for p, s in zip(prompts, seeds, strict=True)]
     assert together == alone
     assert run(model, prompts, seeds, 6, end_id=-1, **options) == together
 
 
-@pytest.mark.parametrize("head", ["flow", "diffusion"])
+@pytest.mark.parametrize("head", ["flow", "mean-flow", "diffusion"])
 def test_other_heads(head):
     model = make(2, head=head, num_sampling_steps=3)
     for options in METHODS.values():

@@ -77,9 +77,17 @@ def test_continued_it_ends_in_the_same_bits(language_model, tmp_path):
 FLOW = ("language_model.head=flow", "language_model.model_input=both", "language_model.num_sampling_steps=2")
 
 
+VARIATIONAL = ("language_model.head=variational", "language_model.vocabulary_sample=50")
+
+
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [("language_model", ()), ("language_model", (*FLOW, "train.accumulation=2")), ("transformer", ())],
+    [
+        ("language_model", ()),
+        ("language_model", (*FLOW, "train.accumulation=2")),
+        ("language_model", (*VARIATIONAL, "train.accumulation=2")),
+        ("transformer", ()),
+    ],
 )
 def test_two_processes_compute_what_one_computes(kind, more, request, tmp_path):
     recipe = request.getfixturevalue(kind)

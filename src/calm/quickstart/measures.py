@@ -10,7 +10,7 @@ import torch
 from calm.data.shards import PreparedData
 from calm.evaluate.language_models import Options, evaluate_language_models
 from calm.evaluate.report import evaluate_autoencoder
-from calm.evaluate.tradeoff import calm_samples, measure, softmax_samples, windows
+from calm.evaluate.tradeoff import CONTEXT, calm_samples, measure, softmax_samples, windows
 from calm.models.loading import load_calm, load_softmax
 from calm.paper.cost import cost_of
 from calm.processes import Processes
@@ -18,7 +18,7 @@ from calm.quickstart.plan import Plan, model_of
 from calm.sampling.next_chunk import Sampling
 from calm.sampling.text import Writer
 
-SAMPLES = 4  # draws at each position of the test text
+SAMPLES = 4  # draws at each position of the test text, behind as much text as a row of training has
 TOKENS_A_MINUTE, FEWEST_TOKENS = 4_000, 4_000  # of the test text that are scored
 MOST_POSITIONS, DRAWS, TOGETHER = 300, 4, 50  # of the accuracy-diversity plane
 TEMPERATURES = (1.0, 0.8, 0.6, 0.5, 0.4)
@@ -32,7 +32,8 @@ def reconstruction(output: Path) -> dict[str, Any]:
 def scores(plan: Plan, output: Path, among: Processes, report: Any) -> dict[str, Any]:
     """BrierLM of both models on text that neither the training nor its settings have seen."""
     models = [model_of(output, stage) for stage in ("calm", "transformer")]
-    options = Options(SAMPLES, most_tokens=max(FEWEST_TOKENS, round(plan.minutes * TOKENS_A_MINUTE)))
+    most = max(FEWEST_TOKENS, round(plan.minutes * TOKENS_A_MINUTE))
+    options = Options(SAMPLES, context=CONTEXT, most_tokens=most)
     return evaluate_language_models(models, output / "data", "test", options, among, report)
 
 

@@ -1,0 +1,31 @@
+"""The model that comes with the package."""
+
+import json
+import re
+
+from pybible import Bible
+
+from calm.models.loading import BUNDLED, located
+
+
+def test_it_is_small_and_says_where_it_came_from(tmp_path, monkeypatch):
+    from pathlib import Path
+
+    directory = located(Path(BUNDLED))
+    assert sum(path.stat().st_size for path in directory.iterdir()) < 20_000_000
+    run = json.loads((directory / "run.json").read_text())
+    assert run["config"]["language_model"]["head"] == "variational"
+    assert run["summary"]["brier_1"] > 10
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / BUNDLED).mkdir()
+    assert located(Path(BUNDLED)) == Path(BUNDLED)  # a directory of that name goes first
+
+
+def test_it_writes_words_of_its_corpus(calm, tmp_path):
+    words = set(re.findall(r"[a-z]+", " ".join(Bible).lower()))
+    done = calm("generate", BUNDLED, "And God said", "--temperature", 0.5, "--num-samples", 4, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    written = [w for text in json.loads(done.stdout)["texts"] for w in re.findall(r"[a-z]+", text["text"].lower())]
+    assert len(written) > 150
+    assert sum(word in words for word in written) > 0.9 * len(written)
+    assert len(set(written)) > 40  # and not always the same
