@@ -25,8 +25,9 @@ def scores(model: Any, texts: Tensor, targets: Tensor, samples: int) -> Tensor:
     found = []
     for text, target in zip(texts.split(100), targets.split(100), strict=True):
         hidden = model.hidden_states(text)[:, -1]
-        latents = model.head.sample(hidden, samples, torch.Generator().manual_seed(0))
-        drawn = model.autoencoder.tokens(latents, search_of(model.autoencoder))
+        generator = torch.Generator().manual_seed(0)
+        latents = model.head.sample(hidden, samples, generator)
+        drawn = model.tokens(latents, hidden, generator, search_of(model.autoencoder))
         found.append(100 * brier_of_samples(drawn[..., :LONGEST], target).double())
     return torch.cat(found)
 

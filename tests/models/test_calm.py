@@ -69,9 +69,10 @@ def test_any_chunk_size(chunk_size):
     made = model(chunk_size=chunk_size)
     given = ids(chunk_size=chunk_size)
     assert made.hidden_states(given).shape == (2, 6, 32)
-    latents, tokens = made.predict(given, 3)
-    assert latents.shape == (3, 2, 6, 8)
-    assert tokens.shape == (3, 2, 6, chunk_size)
+    latents, tokens, true = made.predict(given, 3)
+    assert latents.shape == (3, 2, 5, 8)
+    assert tokens.shape == (3, 2, 5, chunk_size)
+    assert true.mean.shape == (2, 5, 8)
     assert made(given, labels=given).loss.isfinite()
 
 

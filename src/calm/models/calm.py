@@ -112,7 +112,9 @@ class CalmForCausalLM(PreTrainedModel):
         return self.chunk_embedding.tokens
 
     def sharded_parts(self) -> list[nn.Module]:
-        """Groups of their own under FSDP: the backbone's layers, and the autoencoder."""
+        """Groups of their own under FSDP: the backbone's layers, and the autoencoder where it is entered as a whole."""
+        if self.readout is not None:
+            return transformer_layers(self.backbone)
         return [*transformer_layers(self.backbone), *self.autoencoder.sharded_parts(), self.autoencoder]
 
     def chunks(self, input_ids: Tensor) -> Tensor:
@@ -164,11 +166,17 @@ class CalmForCausalLM(PreTrainedModel):
         """What the frozen autoencoder makes of chunks (..., K)."""
         return self.autoencoder.encode(chunks)
 
-    def predict(self, input_ids: Tensor, num_samples: int, generator: Source = None) -> tuple[Tensor, Tensor]:
-        """Samples for each next chunk on the true text before it: latents (N, B, L, Z) and tokens (N, B, L, K)."""
-        hidden = self.hidden_states(input_ids)
+    def predict(
+        self, input_ids: Tensor, num_samples: int, generator: Source = None
+    ) -> tuple[Tensor, Tensor, Posterior]:
+        """For each chunk but the first, on the true text before it: latents (N, B, L, Z) and tokens (N, B, L, K) drawn
+        for it, and the posterior of the true one.
+        """
+        size = self.config.chunk_size
+        hidden = self.hidden_states(input_ids[:, :-size])
         latents = self.head.sample(hidden, num_samples, generator)
-        return latents, self.tokens(latents, hidden, generator)
+        true = self.posterior(self.chunks(input_ids)[:, 1:])
+        return latents, self.tokens(latents, hidden, generator), true
 
     def token_states(self, chunk_states: Tensor, hidden: Tensor, first: int, last: int) -> Tensor:
         """From the decoder's states of chunks (..., d) behind hidden states (..., H) to those of some tokens."""

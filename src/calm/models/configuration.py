@@ -104,6 +104,8 @@ class CalmConfig(PretrainedConfig):
             "num_sampling_steps": num_sampling_steps,
             "num_target_samples": 1 if num_target_samples is None else num_target_samples,
         }
+        if head == "variational" and brier_weight and num_model_samples < 2:
+            raise ConfigError("the Brier score compares samples: num_model_samples must be at least 2, not 1")
         for field, count in counts.items():
             if count < 1:
                 raise ConfigError(f"{field} must be at least 1, not {count}")

@@ -162,7 +162,7 @@ def _calm_cost(name: str, config: RunConfig, context: int, candidates: int, mode
         forward["readout"] = 2.0 * _matrices(model.readout)
         training["readout"] = FORWARD_AND_BACKWARD * forward["readout"]
         training["autoencoder"] += 2 * samples * decoder
-        training["vocabulary projection"] = 2 * samples * projection
+        training["vocabulary projection"] = 2 * samples * projection * _share_of_words(config, model.config.vocab_size)
     every = 2.0 * _matrices(model.head) - once - recognition  # in training samples have times of their own
     derivative = 2 if model.config.head == "mean-flow" else 0  # forward with values and their changes beside them
     training["head"] = (FORWARD_AND_BACKWARD + derivative) * (once + samples * every + recognition)
@@ -187,6 +187,14 @@ def _calm_cost(name: str, config: RunConfig, context: int, candidates: int, mode
     cost.inference_flops_per_token_with_candidates = cost.inference_flops_per_token + more
     cost.candidates = candidates
     return cost
+
+
+def _share_of_words(config: RunConfig, vocabulary: int) -> float:
+    """Of the vocabulary, what the sums of a variational head run over: at most a word for each token of a batch."""
+    sample = config.language_model.vocabulary_sample
+    if sample is None:
+        return 1.0
+    return min(1.0, (config.data.batch_size * config.data.sequence_length + sample) / vocabulary)
 
 
 def _autoencoder_training(config: RunConfig, vocabulary: int) -> float:

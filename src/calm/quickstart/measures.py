@@ -14,7 +14,7 @@ from calm.evaluate.tradeoff import CONTEXT, calm_samples, measure, softmax_sampl
 from calm.models.loading import load_calm, load_softmax
 from calm.paper.cost import cost_of
 from calm.processes import Processes
-from calm.quickstart.plan import Plan, model_of
+from calm.quickstart.plan import STAGES, Plan, model_of
 from calm.sampling.next_chunk import Sampling
 from calm.sampling.text import Writer
 
@@ -25,8 +25,9 @@ TEMPERATURES = (1.0, 0.8, 0.6, 0.5, 0.4)
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 16, 96
 
 
-def reconstruction(output: Path) -> dict[str, Any]:
-    return evaluate_autoencoder(model_of(output, "autoencoder"), output / "data", "test")
+def reconstruction(plan: Plan, output: Path) -> dict[str, Any]:
+    found = evaluate_autoencoder(model_of(output, "autoencoder"), output / "data", "test")
+    return {**found, "training_steps": plan.steps("autoencoder")}
 
 
 def scores(plan: Plan, output: Path, among: Processes, report: Any) -> dict[str, Any]:
@@ -93,18 +94,19 @@ def samples(output: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def _beginnings(data: PreparedData) -> list[list[int]]:
-    """The first tokens of some documents that go on behind them."""
+    """The first tokens of some documents, the first long ones."""
     stream = data.split("test")
     lengths = np.concatenate(stream.lengths).astype(np.int64)
-    starts = (lengths.cumsum() - lengths)[lengths > PROMPT_TOKENS][:PROMPTS]
-    return [stream[int(start) : int(start) + PROMPT_TOKENS].tolist() for start in starts]
+    starts = lengths.cumsum() - lengths
+    long = (lengths > min(PROMPT_TOKENS, lengths.max() - 1)).nonzero()[0][:PROMPTS]
+    return [stream[int(starts[d]) : int(starts[d] + min(PROMPT_TOKENS, lengths[d] - 1))].tolist() for d in long]
 
 
 def costs(plan: Plan, output: Path) -> list[dict[str, Any]]:
     """Parameters and FLOPs; attention looks back on as much text as a row of training has."""
     found = []
-    for stage in ("calm", "transformer"):
+    for stage in STAGES:
         config = plan.run(stage, output)
         steps = config.data.sequence_length // config.data.chunk_size
-        found.append(cost_of(f"quickstart-{stage}", config, context=steps).as_json())
+        found.append(cost_of(stage, config, context=steps).as_json())
     return found

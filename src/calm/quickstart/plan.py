@@ -60,7 +60,7 @@ class Plan:
 
     def run(self, stage: str, output: Path) -> RunConfig:
         """The configuration of a training run."""
-        steps = self.steps(stage)
+        steps, output = self.steps(stage), output.resolve()  # however the directory is called next time
         every = max(1, steps // EVALUATIONS)
         settings = [
             f"seed={self.seed}",

@@ -3,8 +3,10 @@
 import base64
 from html import escape
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
+from calm.config import CONFIG_FILE
 from calm.quickstart import figures
 from calm.quickstart.plan import model_of
 from calm.scores.brier import LONGEST
@@ -29,9 +31,10 @@ pre { background: var(--soft); padding: .6rem .8rem; border-radius: .4rem; overf
 def make_report(results: dict[str, Any], output: Path) -> str:
     plan, scores = results["plan"], results["scores"]
     seconds = {stage: figures.curve(output / "runs" / stage)[0][-1] for stage in ("calm", "transformer")}
+    steps = results["reconstruction"]["training_steps"]
     text = "the embedded King James text" if plan["data"] == ["embedded"] else ", ".join(plan["data"])
     calm, baseline = (scores["models"][name] for name in ("calm", "transformer"))
-    ratio = calm["brier_1"]["value"] / baseline["brier_1"]["value"]
+    first = [model["brier_1"]["value"] for model in (calm, baseline)]
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>calm quickstart</title><style>{STYLE}</style></head><body>
@@ -39,8 +42,9 @@ def make_report(results: dict[str, Any], output: Path) -> str:
 <p class="note">{escape(text)} · {plan["minutes"]:g} minutes planned · seed {plan["seed"]}</p>
 <p>An autoencoder learnt to turn 4 tokens into one vector and back. A language model learnt to predict the next
 vector, 4 tokens in one step; a standard Transformer with the same backbone learnt to predict the next token, for about
-the same time ({seconds["calm"] / 60:.1f} and {seconds["transformer"] / 60:.1f} minutes, evaluations left out). On test
-text the first token of the CALM model scores {ratio:.2f} of the Transformer's Brier-1.</p>
+the same time ({seconds["calm"] / 60:.1f} and {seconds["transformer"] / 60:.1f} minutes, evaluations left out; the
+autoencoder, {steps:,} steps, came before). On test text Brier-1 is {first[0]:.2f} for CALM and {first[1]:.2f} for the
+Transformer.</p>
 <h2>Learning</h2>
 <div class="row">{_image(figures.learning_curves(output), "Brier-1 over minutes of training")}
 {_image(figures.reconstruction(results["reconstruction"], output), "Reconstruction under noise")}</div>
@@ -68,11 +72,13 @@ temperatures, first token of a chunk, error bars of one standard error.</p>
 
 
 def next_commands(output: Path) -> str:
-    model = model_of(output, "calm")
+    model, baseline, data = (
+        quote(str(path)) for path in (model_of(output, "calm"), model_of(output, "transformer"), output / "data")
+    )
     return (
         f"calm generate {model} 'And it came to pass' --temperature 0.5 --show-chunks\n"
-        f"calm evaluate {model} {model_of(output, 'transformer')} --data {output / 'data'} --split test --samples 16\n"
-        f"calm config quickstart-calm     # the recipe; calm train RECIPE --set train.steps=... trains longer\n"
+        f"calm evaluate {model} {baseline} --data {data} --split test --samples 16\n"
+        f"calm train {quote(str(output / 'runs' / 'calm' / CONFIG_FILE))} --set train.steps=5000 --output runs/longer\n"
     )
 
 
@@ -110,7 +116,7 @@ def _sample(sample: dict[str, Any]) -> str:
 def _costs(costs: list[dict[str, Any]]) -> str:
     rows = [
         [
-            cost["name"].removeprefix("quickstart-"),
+            cost["name"],
             f"{cost['parameters'] / 1e6:.1f} M",
             f"{cost['train_flops']:.2e}",
             f"{cost['inference_flops_per_token']:.2e}",

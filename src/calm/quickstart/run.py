@@ -6,21 +6,21 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
+from calm.config import RunConfig
 from calm.data.prepare import prepare
 from calm.errors import UserError
 from calm.files import claimed, write_atomic, write_json
 from calm.processes import processes
 from calm.quickstart import measures
-from calm.quickstart.plan import LEAST_TOKENS, STAGES, Plan, keep_plan
+from calm.quickstart.plan import LEAST_TOKENS, STAGES, Plan, keep_plan, model_of
 from calm.quickstart.report import make_report
-from calm.train.loop import train
+from calm.train.loop import TrainingStopped, train
 
 TITLES = {
     "autoencoder": "autoencoder: 4 tokens ↔ one vector",
     "calm": "language model: one vector a step",
     "transformer": "Transformer baseline, for the same time",
 }
-TRAINED = "run.json"
 REPORT = "report.html"
 
 
@@ -49,20 +49,27 @@ def quickstart(plan: Plan, output: Path, screen: Screen) -> dict[str, Any]:
             config = plan.run(stage, output)
             note = f"{config.train.steps:,} steps, {_minutes(plan.minutes_of(stage))}"
             screen.stage(number, total, TITLES[stage], note)
-            if not (output / "runs" / stage / TRAINED).exists():
-                with screen.training(config.train.steps) as tell:
-                    train(config, output / "runs" / stage, resume=True, report=tell, warn=screen.warn)
+            if not (model_of(output, stage) / "config.json").exists():
+                _train(config, output / "runs" / stage, screen)
         screen.stage(total - 1, total, "BrierLM of both, on test text", _minutes(1.5))
         results = {"plan": json.loads((output / "quickstart.json").read_bytes())}
         with processes() as among, screen.evaluation() as tell:
             results["scores"] = _kept(output, "scores", lambda: measures.scores(plan, output, among, tell))
         screen.stage(total, total, "temperatures, samples, report", _minutes(1))
-        results["reconstruction"] = _kept(output, "reconstruction", lambda: measures.reconstruction(output))
+        results["reconstruction"] = _kept(output, "reconstruction", lambda: measures.reconstruction(plan, output))
         results["tradeoff"] = _kept(output, "tradeoff", lambda: measures.tradeoff(plan, output))
         results["samples"] = _kept(output, "samples", lambda: measures.samples(output, plan.seed))
         results["costs"] = measures.costs(plan, output)
         write_atomic(output / REPORT, make_report(results, output).encode())
         return results
+
+
+def _train(config: RunConfig, output: Path, screen: Screen) -> None:
+    try:
+        with screen.training(config.train.steps) as tell:
+            train(config, output, resume=True, report=tell, warn=screen.warn)
+    except TrainingStopped as stopped:
+        raise TrainingStopped("stopped; the same command goes on where it was", stopped.signum) from stopped
 
 
 def _prepare(plan: Plan, output: Path, screen: Screen) -> None:

@@ -104,10 +104,9 @@ class LatentCandidates(Candidates):
         self.model, self.search, self.hidden, self.noise = model, search, hidden, noise
         self.states = hidden.new_empty(len(hidden), 0, model.config.autoencoder_config.hidden_size)
         size = model.config.chunk_size
-        self.uniform = (
-            hidden.new_empty(len(hidden), 0, size) if model.readout is not None else None
-        )  # to draw tokens by
-        super().__init__(torch.empty(len(hidden), 0, size, dtype=torch.long, device=hidden.device))
+        none = torch.empty(len(hidden), 0, size, dtype=torch.float32, device=hidden.device)
+        self.uniform = none if model.readout is not None else None  # (B, N, K): what tokens are drawn by
+        super().__init__(none.long())
         self.grow(count, torch.ones(len(hidden), dtype=torch.bool, device=hidden.device))
 
     def drawn(self, count: int, rows: Tensor) -> Tensor:
@@ -149,7 +148,7 @@ def next_chunks(
     if sampling.temperature == 1 or sampling.method == "noise":
         source = ScaledNoise(noise, sampling.temperature) if sampling.method == "noise" else noise
         latents = draw_latents(model, hidden, 1, source)
-        chunks = model.tokens(latents, hidden, source, search)[0]
+        chunks = model.tokens(latents, hidden, noise, search)[0]
         return Chosen(chunks, _sure(torch.ones_like(chunks[:, 0])))
     s = inverse(sampling.temperature)
     if sampling.method == "exact":

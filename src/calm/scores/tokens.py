@@ -34,7 +34,8 @@ def prefix_brier(states: Tensor, vocabulary: Tensor, targets: Tensor, words: Wor
     logs = _log_probabilities(states, vocabulary, words)  # (N, ..., K, W)
     accuracy = _chosen(logs, targets, words).cumsum(-1).exp().mean(0)
     rows = logs.exp().movedim(0, -2)  # (..., K, N, W)
-    pairs = rows @ (rows if words is None else rows * words.weights).mT  # (..., K, N, N)
+    with torch.autocast(states.device.type, enabled=False):  # in bf16 the differences below would be lost
+        pairs = rows @ (rows if words is None else rows * words.weights).mT  # (..., K, N, N)
     pairs = pairs.cumprod(-3)
     own = pairs.diagonal(dim1=-2, dim2=-1).sum(-1)
     return 2 * accuracy - (pairs.sum((-1, -2)) - own) / (count * (count - 1))

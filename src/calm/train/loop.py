@@ -43,7 +43,7 @@ class TrainingStopped(UserError):
 
     def __init__(self, message: str, signum: int):
         super().__init__(message)
-        self.exit_code = 128 + signum
+        self.signum, self.exit_code = signum, 128 + signum
 
 
 @dataclass(frozen=True)
@@ -258,10 +258,10 @@ class _Run:
                 "versions": versions(),
                 "config": self.config.model_dump(mode="json"),
             }
-            for directory in (aside, self.output):  # a model that is copied away still knows where it came from
-                write_json(directory / "run.json", run)
+            write_json(aside / "run.json", run)  # a model that is copied away still knows where it came from
             shutil.rmtree(model, ignore_errors=True)
             aside.rename(model)
+            write_json(self.output / "run.json", run)
             plot_losses(self.output)
         return summary
 

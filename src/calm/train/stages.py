@@ -170,7 +170,8 @@ class LanguageModelStage(Stage):
         words = None
         if number is not None:
             words = sampled_words(whole.tokens, number, self.model.config.vocab_size, self.config.seed, step)
-        return {**self._share(batch), "progress": step / self.config.train.steps, "words": words}
+        begun = self.config.language_model.start is not None  # what goes on has its schedule behind it
+        return {**self._share(batch), "progress": 1.0 if begun else step / self.config.train.steps, "words": words}
 
     def parts(self, share: dict[str, Any]) -> list[dict[str, Any]]:
         parts = super().parts(share)
