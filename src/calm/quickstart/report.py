@@ -18,7 +18,8 @@ h1 { margin-bottom: 0; } h2 { margin-top: 2.2rem; border-bottom: 1px solid var(-
 table { border-collapse: collapse; } td, th { padding: .25rem .9rem; border-bottom: 1px solid var(--soft); }
 td { text-align: right; } td:first-child, th:first-child { text-align: left; }
 img { max-width: 100%; background: white; border-radius: .4rem; }
-.row { display: flex; flex-wrap: wrap; gap: 1rem; } .row > * { flex: 1 1 24rem; }
+.row { display: flex; flex-wrap: wrap; gap: 1rem; align-items: flex-start; margin: 1rem 0; }
+.row > * { flex: 1 1 24rem; min-width: 0; }
 .text { border: 1px solid var(--soft); border-radius: .4rem; padding: .6rem .8rem; white-space: pre-wrap; }
 .prompt { font-weight: 600; } .note { color: #888; font-size: .9rem; }
 mark { color: #111; padding: .1rem 0; border-radius: .15rem; }
