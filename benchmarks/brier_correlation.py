@@ -106,7 +106,7 @@ def measure(model: CalmForCausalLM, language: Language) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
     counts = torch.zeros(len(hidden), CHUNKS)
     for _ in range(20):
-        chunks = model.tokens(model.head.sample(hidden, SAMPLES // 20, generator), hidden, generator)  # (N, 64, K)
+        chunks = model.draw(hidden, SAMPLES // 20, generator)  # (N, 64, K)
         numbers = (chunks * places).sum(-1)
         counts += torch.stack([row.bincount(minlength=CHUNKS) for row in numbers.T])
     model.train()

@@ -57,7 +57,7 @@ def calm_step(model: Any) -> Step:
     def step(ids: Tensor, cache: DynamicCache) -> Tensor:
         embedded = model.embed(ids[..., None])
         hidden = model.backbone(inputs_embeds=embedded, past_key_values=cache, use_cache=True).last_hidden_state
-        return model.tokens(model.head.sample(hidden[:, -1], 1), hidden[:, -1])[0, :, 0]
+        return model.draw(hidden[:, -1])[0, :, 0]
 
     return step
 

@@ -79,10 +79,11 @@ def build(options: argparse.Namespace) -> tuple[Any, Any]:
     else:
         inner, config = None, ChunkAutoencoderConfig(vocab_size=VOCABULARY)
     backbone = make_backbone_config(dict(fields.backbone), config.vocab_size)  # pyright: ignore
-    model: Any = CalmForCausalLM(CalmConfig(backbone, config, num_head_layers=fields.num_head_layers)).eval()
+    layers = fields.num_head_layers
+    model: Any = CalmForCausalLM(CalmConfig(backbone, config, head=options.head, num_head_layers=layers)).eval()
     if inner is not None:
         model.autoencoder.load_state_dict(inner.state_dict())
-    else:
+    elif options.head == "energy":
         torch.nn.init.normal_(model.head.latent.weight)
     baseline = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **theirs.language_model.backbone)).eval()  # pyright: ignore
     return model, baseline
@@ -104,10 +105,10 @@ def timed_parts(model: Any, run: Callable[[], Any]) -> dict[str, float]:
         setattr(owner, name, timed)
         return lambda: setattr(owner, name, inner)
 
-    decoder = model.autoencoder.decoder
+    decoder, chain = model.autoencoder.decoder, model.config.is_chain
     undo = [
         wrap(model.backbone, "forward", "backbone"),
-        wrap(model.head, "sample", "head"),
+        wrap(model.head, "forward" if chain else "sample", "head"),
         wrap(decoder, "chunk_states", "decoder"),
         wrap(decoder, "token_states", "decoder"),
         wrap(VocabularySearch, "__call__", "vocabulary"),
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--calm", type=Path)
     parser.add_argument("--transformer", type=Path)
+    parser.add_argument("--head", choices=("energy", "chain"), default="energy", help="of the paper's sizes")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--batch", type=int, default=1)
@@ -166,11 +168,14 @@ def main() -> None:
     ways: dict[str, Callable[[], None]] = {
         "Transformer": transformer,
         "CALM, T = 1": calm,
-        "CALM, T = 0.5, token": lambda: calm(method="token", **low),
-        "CALM, T = 0.5, token, caution 0.35": lambda: calm(method="token", caution=0.35, **low),
-        "CALM, T = 0.5, batch": lambda: calm(method="batch", **low),
-        "CALM, T = 0.5, batch, tolerance 0.1": lambda: calm(method="batch", tolerance=0.1, **low),
     }
+    if model.config.is_chain:
+        ways["CALM, T = 0.5"] = lambda: calm(temperature=0.5)
+    else:
+        ways["CALM, T = 0.5, token"] = lambda: calm(method="token", **low)
+        ways["CALM, T = 0.5, token, caution 0.35"] = lambda: calm(method="token", caution=0.35, **low)
+        ways["CALM, T = 0.5, batch"] = lambda: calm(method="batch", **low)
+        ways["CALM, T = 0.5, batch, tolerance 0.1"] = lambda: calm(method="batch", tolerance=0.1, **low)
     times: dict[str, list[float]] = defaultdict(list)
     for way in ways.values():
         way()
@@ -185,7 +190,7 @@ def main() -> None:
         speed = options.batch * NEW / statistics.median(spent)
         print(f"{name:38} {speed:8.1f} tokens/s   {ratio:5.2f} times the Transformer")
     search = search_of(model.autoencoder)
-    for name in ("CALM, T = 1", "CALM, T = 0.5, token", "CALM, T = 0.5, batch"):
+    for name in list(ways)[1:]:
         search.looked_at = search.asked = 0
         parts = timed_parts(model, ways[name])
         total = sum(parts.values())

@@ -9,7 +9,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -29,7 +28,8 @@ def main() -> None:
     config, vocabulary = load_config(recipe), int(vocabulary)
     torch.manual_seed(0)
     model = CalmForCausalLM(calm_config(config.language_model, autoencoder_config(config, vocabulary))).train()
-    head: Any = model.head
+    head = model.head
+    assert isinstance(head, EnergyHead)
     torch.nn.init.normal_(head.latent.weight, std=0.05)  # it begins at zero, where all samples coincide
     optimizer = adamw(model, (0.9, 0.95), 1e-8, 0.1)
     rows, size = config.data.batch_size, config.data.chunk_size
@@ -37,7 +37,7 @@ def main() -> None:
     posterior = model.posterior(model.chunks(ids)[:, 1:])
     with torch.no_grad():
         hidden = model.hidden_states(ids[:, :-size])
-        samples = model.head.sample(hidden, config.language_model.num_model_samples)
+        samples = head.sample(hidden, config.language_model.num_model_samples)
     hidden.requires_grad_()
     samples.requires_grad_()
 
@@ -46,8 +46,6 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    assert isinstance(model.head, EnergyHead)
-    head = model.head
     parts: dict[str, Callable[[], object]] = {
         "step": step,
         "chunk embedding and backbone": lambda: model.hidden_states(ids[:, :-size]).sum().backward(),

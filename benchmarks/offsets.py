@@ -26,8 +26,7 @@ def scores(model: Any, texts: Tensor, targets: Tensor, samples: int) -> Tensor:
     for text, target in zip(texts.split(100), targets.split(100), strict=True):
         hidden = model.hidden_states(text)[:, -1]
         generator = torch.Generator().manual_seed(0)
-        latents = model.head.sample(hidden, samples, generator)
-        drawn = model.tokens(latents, hidden, generator, search_of(model.autoencoder))
+        drawn = model.draw(hidden, samples, generator, search_of(model.autoencoder))
         found.append(100 * brier_of_samples(drawn[..., :LONGEST], target).double())
     return torch.cat(found)
 

@@ -279,7 +279,7 @@ def generate(
     ] = None,
     method: Annotated[
         Method | None,
-        typer.Option(help="How candidates become a chunk; by default token, mixture for a variational head."),
+        typer.Option(help="How candidates become a chunk; by default token, mixture for a chain head."),
     ] = None,
     tolerance: Annotated[
         float, typer.Option(help="Of batch: draw fewer candidates where the outcome is settled to this.")

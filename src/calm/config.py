@@ -73,31 +73,28 @@ class LanguageModel(Section):
         {}, description="fields of a transformers config (model_type: llama by default), or a pretrained directory"
     )
     model_input: Literal["discrete", "continuous", "both"] = Field("discrete", description="Table 5 of the paper")
-    head: Literal["energy", "flow", "mean-flow", "diffusion", "variational"] = "energy"
+    words_from_autoencoder: bool = Field(False, description="the token embedding begins as the autoencoder's")
+    head: Literal["energy", "flow", "mean-flow", "diffusion", "chain"] = "energy"
     num_head_layers: int | None = Field(None, ge=1, description="blocks; null: a quarter of the backbone's layers")
     num_model_samples: int = Field(8, ge=1, description="N, samples or repeats of a position in training")
     num_target_samples: int | None = Field(None, ge=1, description="M of the energy loss; null: closed form")
     alpha: float = Field(1.0, description="exponent of the energy score, in (0, 2]")
-    noise_size: int = Field(64, ge=1, description="of the energy and the variational head")
+    noise_size: int = Field(64, ge=1, description="of the energy head")
     sampler: Literal["euler", "midpoint"] = Field("midpoint", description="of the flow head")
     num_sampling_steps: int | None = Field(None, ge=1, description="of the flow and the diffusion head")
-    kl_warmup: Share = Field(0.3, description="of the variational head: share of training until its KL counts fully")
-    brier_from: Share = Field(0.6, description="of the variational head: when the Brier score begins to count, too")
-    brier_weight: float = Field(10.0, ge=0, description="of the variational head; 0: its bound alone")
     vocabulary_sample: int | None = Field(
         None,
         ge=1,
-        description="of the variational head: sums over words run over the batch's and this many random ones, which "
+        description="of the chain head: sums over words run over the batch's and this many random ones, which "
         "stand for the rest; null: over all",
     )
 
     @model_validator(mode="after")
     def _sensible(self) -> "LanguageModel":
-        compares = {"energy": "energy loss", "variational": "Brier score"}
-        if self.head in compares and self.num_model_samples < 2:
+        if self.head == "energy" and self.num_model_samples < 2:
             raise ValueError(
-                f"the {compares[self.head]} compares samples with each other: num_model_samples must be at least 2, "
-                f"not {self.num_model_samples}"
+                "the energy loss compares samples with each other: num_model_samples must be at least 2, not "
+                f"{self.num_model_samples}"
             )
         if not 0 < self.alpha <= 2:
             raise ValueError(

@@ -2,11 +2,14 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
 
 from calm.evaluate.likelihood import chunk_nats, continuation_nats
+from calm.models.calm import CalmForCausalLM
+from calm.models.configuration import CalmConfig
 from calm.models.loading import load_calm
 from calm.noise import RowNoise
 
@@ -62,3 +65,29 @@ def test_evaluate_reports_it_as_a_bound(calm, models, prepared):
     assert "cross_entropy_bound" not in plain
     assert plain["brier_1"] == answer["models"]["calm-4"]["brier_1"]
     assert "without --positions every" in calm(*command, "--likelihood-bound", 2, "--positions", "every").stderr
+
+
+@torch.no_grad()
+def test_a_chain_has_likelihoods_of_its_own(calm, models, prepared, tmp_path):
+    """The nats of all tokens behind the first chunk, by its softmaxes, in whatever way they are asked for."""
+    autoencoder = load_calm(models / "calm-4").autoencoder
+    torch.manual_seed(0)
+    backbone = load_calm(models / "calm-4").config.backbone_config
+    model = CalmForCausalLM(CalmConfig(backbone, autoencoder.config, head="chain")).eval()
+    for weight in model.head.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    ids = torch.arange(3, 15)[None]
+    hidden, chunks = model.hidden_states(ids[:, :8]), model.chunks(ids)[:, 1:]
+    nats = chunk_nats(model, hidden, chunks, 5, RowNoise([0]))
+    logs = (model.chain_states(hidden, chunks) @ model.words.T).log_softmax(-1)
+    torch.testing.assert_close(nats, -logs.gather(-1, chunks[..., None])[..., 0], rtol=1e-4, atol=1e-5)
+    found, _ = continuation_nats(model, ids[0, :4].tolist(), ids[0, 4:].tolist(), 3, RowNoise([0]), 2)
+    assert found == pytest.approx(nats.sum().item(), rel=1e-4)
+    shutil.copytree(models / "calm-4", tmp_path / "chain")
+    model.config.update({"eos_token_id": 0, "pad_token_id": 1})
+    model.save_pretrained(tmp_path / "chain")
+    done = calm("evaluate", tmp_path / "chain", "--data", prepared, "--split", "train", "--json")
+    assert done.returncode == 0, done.stderr
+    (measures,) = json.loads(done.stdout)["models"].values()
+    assert measures["cross_entropy"] > 0
+    assert "cross_entropy_bound" not in measures

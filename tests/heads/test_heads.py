@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from calm.errors import CalmWarning, ConfigError
-from calm.heads import HEADS, DiffusionHead, EnergyHead, FlowHead, MeanFlowHead, VariationalHead
+from calm.heads import LATENT_HEADS, ChainHead, DiffusionHead, EnergyHead, FlowHead, MeanFlowHead
 from calm.heads.denoiser import sinusoids
 from calm.heads.diffusion import Schedule, cosine_betas
 from calm.models.posterior import Posterior
@@ -25,9 +25,9 @@ def randomized(head):
     return head
 
 
-@pytest.mark.parametrize("name", sorted(set(HEADS) - {"variational"}))
+@pytest.mark.parametrize("name", sorted(LATENT_HEADS))
 def test_shapes_losses_and_who_draws(name):
-    head = randomized(HEADS[name](**SIZES))
+    head = randomized(LATENT_HEADS[name](**SIZES))
     hidden, posterior = torch.randn(3, 5, 16), Posterior(torch.randn(3, 5, 4), torch.zeros(3, 5, 4))
     assert head.sample(hidden, num_samples=7).shape == (7, 3, 5, 4)
     assert head.sample(hidden[0, 0], num_samples=2).shape == (2, 4)  # one position
@@ -268,16 +268,18 @@ def test_times_are_cosines_then_sines():
     assert found[129].item() == pytest.approx(math.sin(3 * math.exp(-math.log(10000) / 128)), abs=1e-6)
 
 
-def test_the_variational_head_recognises_noise_and_draws_a_normal():
-    head = randomized(VariationalHead(**SIZES, noise_size=6))
-    hidden, target = torch.randn(3, 5, 16), torch.randn(3, 5, 4)
-    posterior = head.recognise(hidden, target)
-    assert posterior.mean.shape == posterior.log_std.shape == (3, 5, 6)
-    assert posterior.log_std.max() <= 2
-    assert not torch.equal(posterior.mean, head.recognise(hidden, target + 1).mean)
-    noise = head.draw(torch.zeros(500, 16), 10, torch.Generator().manual_seed(0))
-    assert noise.shape == (10, 500, 6)
-    assert abs(noise.var().item() - 1) < 0.05  # 30,000 numbers: a standard error of 0.008
-    fresh = VariationalHead(**SIZES, noise_size=6)
-    fresh.initialize()
-    assert fresh.recognise(hidden, target).kl().abs().max() == 0  # it begins at the prior
+def test_the_chain_head_sees_the_words_before_a_token_and_no_others():
+    head = randomized(ChainHead(hidden_size=16, word_size=8, chunk_size=4, num_layers=2))
+    hidden, before = torch.randn(3, 5, 16), torch.randn(2, 3, 5, 3, 8)
+    whole = head(hidden, before)
+    assert whole.shape == (2, 3, 5, 4, 8)
+    for k in range(4):
+        changed = before.clone()
+        changed[..., k:, :] += 1
+        torch.testing.assert_close(head(hidden, changed)[..., : k + 1, :], whole[..., : k + 1, :])
+        if k < 3:
+            assert (head(hidden, changed)[..., k + 1, :] - whole[..., k + 1, :]).abs().max() > 1e-3
+        torch.testing.assert_close(head(hidden, before[..., :k, :], k), whole[..., k : k + 1, :])  # one at a time
+    far = before.clone()
+    far[..., 0, :] += 1  # the last token sees the first, too
+    assert (head(hidden, far)[..., 3, :] - whole[..., 3, :]).abs().max() > 1e-3

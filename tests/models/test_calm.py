@@ -1,5 +1,6 @@
 """The language model: any backbone, one directory, a frozen autoencoder, caches, and the habits of transformers."""
 
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from calm.models.calm import IGNORED, CalmForCausalLM
 from calm.models.configuration import CalmConfig
 from calm.models.loading import load_autoencoder, load_calm
 from calm.noise import RowNoise
+from calm.scores.tokens import Words
 
 AUTOENCODER = {"vocab_size": 60, "chunk_size": 4, "latent_size": 8, "hidden_size": 16, "intermediate_size": 24}
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -192,10 +194,10 @@ def test_the_head_is_a_tenth_of_the_model_and_has_a_quarter_of_the_layers():
     assert 0.07 < sum(p.numel() for p in made.head.parameters()) / inside < 0.13
 
 
-@pytest.mark.parametrize("head", ["energy", "flow", "mean-flow", "diffusion", "variational"])
+@pytest.mark.parametrize("head", ["energy", "flow", "mean-flow", "diffusion"])
 def test_heads_begin_at_zero_and_in_the_scale_of_their_width(head, tmp_path):
     made = model(head=head)
-    of_noise = head in ("energy", "variational")
+    of_noise = head == "energy"
     inner: Any = made.head if of_noise else made.head.denoiser
     last, wide = (inner.latent, inner.mix) if of_noise else (inner.output, inner.blocks[0].mlp[0])
     assert not last.weight.any()
@@ -223,54 +225,74 @@ def test_forward_learns_the_chunk_behind_each_position():
     assert (loss - same).abs() > 1e-3
 
 
-def variational(**fields) -> CalmForCausalLM:
-    made = model(head="variational", noise_size=2, **fields).train()
-    torch.nn.init.normal_(made.autoencoder.embedding.weight, generator=torch.Generator().manual_seed(2))
-    for part in (made.head.latent, made.head.recognition[-1], made.readout):
-        torch.nn.init.normal_(part.weight, std=0.2, generator=torch.Generator().manual_seed(3))
+def chain(**fields) -> CalmForCausalLM:
+    """A chain over few words, whose weights are large enough to tell them apart."""
+    torch.manual_seed(0)
+    inner = {"vocab_size": 5, "chunk_size": 3, "latent_size": 4, "hidden_size": 8, "intermediate_size": 8}
+    made = CalmForCausalLM(CalmConfig(SMALL, inner, head="chain", **fields)).eval()
+    for part in (made.head, made.autoencoder.embedding):
+        for weight in part.parameters():
+            if weight.ndim == 2:
+                torch.nn.init.normal_(weight, std=0.6, generator=torch.Generator().manual_seed(weight.numel()))
     return made
 
 
-@torch.no_grad()
-def test_the_variational_loss_bounds_what_chunks_cost():
-    """Of one chunk: never below -log of the mean over very many latents, in expectation; equal where q is the prior."""
-    made, given = variational(), ids(rows=1, chunks=2)
-    hidden = made.hidden_states(given[:, :4])[0, 0]
-    latents = made.head.sample(hidden, 20_000, torch.Generator().manual_seed(0))
-    states = made.token_states(made.autoencoder.decoder.chunk_states(latents), hidden, 0, 4)
-    logs = (states @ made.autoencoder.embedding.weight.T).log_softmax(-1)
-    nats = -logs.gather(-1, given[0, 4:].expand(20_000, 4)[..., None]).sum((1, 2))
-    true = -(torch.logsumexp(-nats, 0) - torch.log(torch.tensor(20_000.0)))
-    rows, noise = given.expand(2000, -1), RowNoise(list(range(2000)))
-    loss = 4 * made(rows, labels=rows, noise=noise, progress=0.5).loss  # the KL counts fully, the Brier score not yet
-    assert loss > true + 0.01
-    torch.nn.init.zeros_(made.head.recognition[-1].weight)
-    plain = 4 * made(rows, labels=rows, noise=noise, progress=0.5).loss
-    assert plain.item() == pytest.approx(nats.mean().item(), rel=0.02)  # no KL: 2,000 draws of the noise
+def chain_probabilities(made: CalmForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
+    """P of all chunks of three tokens by the chain rule, token by token: (V, V, V)."""
+    head, words = made.head, made.words
+    table = torch.zeros(5, 5, 5)
+    for x, y, z in itertools.product(range(5), repeat=3):
+        p = 1.0
+        for k, token in enumerate((x, y, z)):
+            (state,) = head(hidden, words[torch.tensor([x, y, z][:k], dtype=torch.long)], k)
+            p = p * (words @ state).softmax(0)[token]
+        table[x, y, z] = p
+    return table
 
 
 @torch.no_grad()
-def test_the_schedule_of_the_variational_loss():
-    made, given = variational(kl_warmup=0.4, brier_from=0.6, brier_weight=3.0), ids()
-    losses = {p: made(given, labels=given, noise=RowNoise([1, 2]), progress=p).loss for p in (0, 0.2, 0.4, 0.5, 0.7)}
-    assert losses[0] < losses[0.2] < losses[0.4]
-    assert losses[0.2] - losses[0] == pytest.approx((losses[0.4] - losses[0]).item() / 2, rel=1e-3)
-    assert losses[0.4] == losses[0.5] != losses[0.7]
+def test_a_chain_learns_the_nats_of_chunks():
+    made, given = chain(), torch.tensor([[0, 1, 2, 4, 3, 3]])
+    table = chain_probabilities(made, made.hidden_states(given[:, :3])[0, 0])
+    assert table.sum().item() == pytest.approx(1, abs=1e-5)
+    loss = made(given, labels=given).loss
+    assert 3 * loss.item() == pytest.approx(-table[4, 3, 3].log().item(), rel=1e-4)
+    every = Words(torch.arange(5), torch.ones(5))
+    assert made(given, labels=given, words=every).loss.item() == pytest.approx(loss.item(), rel=1e-5)
 
 
 @torch.no_grad()
-def test_a_variational_model_draws_tokens_from_its_softmax():
-    made = variational().eval()
-    hidden = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
-    latent = made.head.sample(hidden, 1, torch.Generator().manual_seed(1))
-    states = made.token_states(made.autoencoder.decoder.chunk_states(latent), hidden, 0, 4)[0, 0]
-    expected = (states @ made.autoencoder.embedding.weight.T).softmax(-1)  # (K, V)
-    drawn = made.tokens(latent.expand(20_000, 1, -1), hidden, torch.Generator().manual_seed(2))[:, 0]
-    counts = torch.stack([torch.bincount(column, minlength=60) for column in drawn.unbind(1)])
-    frequent = expected > 0.001
-    chi = ((counts - 20_000 * expected) ** 2 / (20_000 * expected))[frequent]
-    assert chi.sum() < frequent.sum() + 5 * (2 * frequent.sum()) ** 0.5
-    assert len(drawn.unique(dim=0)) > 20
+def test_a_chain_draws_chunks_by_their_probability():
+    made, count = chain(), 40_000
+    hidden = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
+    drawn = made.draw(hidden, count, torch.Generator().manual_seed(1))  # (N, 2, 3)
+    for row in range(2):
+        expected = count * chain_probabilities(made, hidden[row]).flatten()
+        counts = torch.bincount(drawn[:, row] @ torch.tensor([25, 5, 1]), minlength=125)
+        frequent = expected > 5
+        chi = ((counts - expected) ** 2 / expected)[frequent].sum()
+        assert chi < frequent.sum() + 5 * (2 * frequent.sum()) ** 0.5
+        assert frequent.sum() > 40
+    noise = RowNoise([3, 4])
+    assert made.draw(hidden, 6, noise).shape == (6, 2, 3)
+    latents, chunks, _ = made.predict(torch.tensor([[0, 1, 2, 4, 3, 3]]), 7, RowNoise([0]))
+    assert torch.equal(latents, made.autoencoder.encode(chunks).mean)
+
+
+def test_a_chain_of_one_token_has_nothing_before_it(tmp_path):
+    inner = {"vocab_size": 5, "chunk_size": 1, "latent_size": 4, "hidden_size": 8, "intermediate_size": 8}
+    made = CalmForCausalLM(CalmConfig(SMALL, inner, head="chain"))
+    made(torch.tensor([[0, 1, 2]]), labels=torch.tensor([[0, 1, 2]])).loss.backward()
+    assert made.draw(torch.randn(2, 3, 32), 4).shape == (4, 2, 3, 1)
+    made.save_pretrained(tmp_path)
+    again = load_calm(tmp_path)
+    assert torch.equal(again.head.hidden.weight, made.head.hidden.weight)
+
+
+def test_damaged_weights_are_told():
+    for made in (chain(), model()):
+        with pytest.raises(UserError, match="weights are damaged"):
+            made.draw(torch.full((1, 32), torch.nan))
 
 
 def test_attention_can_be_chosen(tmp_path):

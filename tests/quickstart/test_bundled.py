@@ -14,7 +14,7 @@ def test_it_is_small_and_says_where_it_came_from(tmp_path, monkeypatch):
     directory = located(Path(BUNDLED))
     assert sum(path.stat().st_size for path in directory.iterdir()) < 20_000_000
     run = json.loads((directory / "run.json").read_text())
-    assert run["config"]["language_model"]["head"] == "variational"
+    assert run["config"]["language_model"]["head"] == "chain"
     assert run["summary"]["brier_1"] > 10
     monkeypatch.chdir(tmp_path)
     (tmp_path / BUNDLED).mkdir()

@@ -15,7 +15,6 @@ import pytest
 from calm.errors import UserError
 from calm.files import claimed
 from calm.quickstart.plan import STAGES, Plan
-from calm.sampling.next_chunk import Sampling
 
 WORDS = [
     "the",
@@ -127,15 +126,3 @@ def test_mistakes(calm, text, tmp_path):
         done = calm("quickstart", "--output", tmp_path / "locked" / "out")
         assert done.returncode == 2
         assert "cannot write" in done.stderr
-
-
-def test_a_model_that_draws_its_tokens_is_sharpened_as_a_mixture():
-    from calm.models.configuration import CalmConfig
-
-    variational, energy = CalmConfig(head="variational"), CalmConfig()
-    assert Sampling(0.5).of(variational).method == "mixture"
-    assert Sampling(0.5).of(energy).method == "token"
-    assert Sampling().of(variational).method == "token"  # one draw
-    assert Sampling(top_p=0.9).of(variational).method == "mixture"
-    with pytest.raises(UserError, match="top_p needs probabilities"):
-        Sampling(top_p=0.9).of(energy)

@@ -6,7 +6,8 @@ import torch
 from calm.errors import CalmWarning, ConfigError
 from calm.noise import RowNoise, ScaledNoise
 from calm.sampling.generator import Generation
-from calm.sampling.next_chunk import Sampling
+from calm.sampling.next_chunk import Sampling, next_chunks
+from calm.sampling.vocabulary import search_of
 from tests.sampling.conftest import BACKBONE, END, FILL, make
 
 PROMPTS = [[5, 6, 7], [4] * 9, [], [8, 9, 10, 11]]
@@ -81,9 +82,16 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("head", ["energy", "variational"])
-@pytest.mark.parametrize("options", METHODS.values(), ids=METHODS)
-def test_no_text_depends_on_those_beside_it(options, head):
+@pytest.mark.parametrize(
+    ("head", "options"),
+    [
+        (head, options)
+        for head in ("energy", "chain")
+        for options in METHODS.values()
+        if (head, options["method"]) != ("chain", "noise")
+    ],
+)
+def test_no_text_depends_on_those_beside_it(head, options):
     model, prompts, seeds = make(2, head=head), [[5, 6, 7], [4] * 9, [8, 9, 10, 11]], [10, 11, 12]
     together = run(model, prompts, seeds, 6, end_id=-1, **options)
     alone = [run(model, [p], [s], 6, end_id=-1, **options)[0] for p, s in zip(prompts, seeds, strict=True)]
@@ -97,6 +105,31 @@ def test_other_heads(head):
     for options in METHODS.values():
         if options["method"] != "exact":
             assert len(run(model, [[5, 6, 7]], [0], 4, end_id=-1, **options)[0]) == 4
+
+
+@torch.no_grad()
+def test_a_chain_knows_its_softmaxes_at_every_temperature():
+    """P(x_k | x_<k)^(1/T), normalised at each k, without candidates; counting many gives the same."""
+    model, temperature, count = make(2, head="chain"), 0.5, 4000
+    hidden = torch.randn(1, 16, generator=torch.Generator().manual_seed(0)).expand(count, -1)
+    first = (model.words @ model.head(hidden[0], model.words[:0])[0]).softmax(0) ** (1 / temperature)
+    firsts = torch.arange(40)
+    second = (model.head(hidden[:40], model.words[firsts[:, None]], 1)[:, 0] @ model.words.T).softmax(-1) ** 2
+    expected = (first / first.sum())[:, None] * second / second.sum(1, keepdim=True)  # (40, 40)
+    for method, candidates in ((None, None), ("token", 500)):
+        sampling = Sampling(temperature, candidates, method).of(model.config)
+        chosen = next_chunks(model, search_of(model.autoencoder), hidden, sampling, RowNoise(list(range(count))))
+        assert set(chosen.cost.draws.tolist()) == {candidates or 1}
+        found = torch.bincount(chosen.chunks @ torch.tensor([40, 1]), minlength=1600).view(40, 40) / count
+        error = (expected * (1 - expected) / count).sqrt()
+        near = 0.02 if candidates else 1e-3  # 500 candidates have not quite arrived
+        assert ((found - expected).abs() < 4.5 * error + near).all(), method
+    assert Sampling().of(model.config).method == "token"  # one draw
+    assert Sampling(top_p=0.9).of(model.config).method == "mixture"
+    with pytest.raises(ConfigError, match="no noise to scale"):
+        Sampling(0.5, method="noise").of(model.config)
+    with pytest.raises(ConfigError, match="top_p needs probabilities"):
+        Sampling(top_p=0.9).of(make(2).config)
 
 
 def test_prompts_with_ids_that_the_model_has_not(model):

@@ -20,7 +20,7 @@ def joint() -> torch.Tensor:
 
 
 def rows(times: int):
-    return lambda k: LOGS[:, k].expand(times, N, V)
+    return lambda chosen: LOGS[:, len(chosen)].expand(times, N, V)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])

@@ -26,7 +26,7 @@ def settings(recipe, *more):
     return load_config(str(recipe), list(more))
 
 
-@pytest.mark.parametrize("head", ["energy", "flow", "mean-flow", "diffusion", "variational"])
+@pytest.mark.parametrize("head", ["energy", "flow", "mean-flow", "diffusion", "chain"])
 def test_every_head_learns(language_model, autoencoder, tmp_path, head):
     more = [
         f"language_model.head={head}",
@@ -77,7 +77,7 @@ def test_continued_it_ends_in_the_same_bits(language_model, tmp_path):
 FLOW = ("language_model.head=flow", "language_model.model_input=both", "language_model.num_sampling_steps=2")
 
 
-VARIATIONAL = ("language_model.head=variational", "language_model.vocabulary_sample=50")
+CHAIN = ("language_model.head=chain", "language_model.vocabulary_sample=50")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ VARIATIONAL = ("language_model.head=variational", "language_model.vocabulary_sam
     [
         ("language_model", ()),
         ("language_model", (*FLOW, "train.accumulation=2")),
-        ("language_model", (*VARIATIONAL, "train.accumulation=2")),
+        ("language_model", (*CHAIN, "train.accumulation=2")),
         ("transformer", ()),
     ],
 )
@@ -125,6 +125,18 @@ def test_going_on_from_a_model_on_other_data(language_model, prepared, tmp_path)
     assert load_calm(tmp_path / "next" / "model")
     with pytest.raises(ConfigError, match="start takes the model as it is, so head cannot be set beside it"):
         settings(tmp_path / "next.yaml", "language_model.head=flow")
+
+
+def test_words_can_begin_as_the_autoencoders(language_model, autoencoder, tmp_path):
+    still = ("optimizer.learning_rate=1e-12", "optimizer.weight_decay=0", "train.steps=2")
+    train(settings(language_model, "language_model.words_from_autoencoder=true", *still), tmp_path / "run")
+    tokens = load_calm(tmp_path / "run" / "model").chunk_embedding.tokens
+    words = load_file(autoencoder / "model.safetensors")["embedding.weight"]
+    assert tokens is not None
+    torch.testing.assert_close(tokens.weight[:, : words.shape[1]], words)
+    for wrong in ("language_model.model_input=continuous", "language_model.backbone.hidden_size=8"):
+        with pytest.raises(ConfigError, match="needs a token embedding of at least the autoencoder's"):
+            train(settings(language_model, "language_model.words_from_autoencoder=true", wrong), tmp_path / "x")
 
 
 def test_a_pretrained_backbone_keeps_its_weights_and_words(language_model, prepared, tmp_path):
@@ -185,7 +197,7 @@ def test_mistakes_are_told_before_anything_is_written(language_model, transforme
     for change, message in (
         (
             "language_model.head=enrgy",
-            "language_model.head: input should be 'energy', 'flow', 'mean-flow', 'diffusion' or 'variational'",
+            "language_model.head: input should be 'energy', 'flow', 'mean-flow', 'diffusion' or 'chain'",
         ),
         ("language_model.alpha=2.5", "no proper scoring rule for alpha = 2.5"),
         ("language_model.num_model_samples=1", "must be at least 2, not 1"),

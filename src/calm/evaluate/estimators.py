@@ -21,7 +21,6 @@ from calm.evaluate.branches import Branches, BranchNoise, check_branches
 from calm.evaluate.likelihood import chunk_nats
 from calm.models.calm import CalmForCausalLM
 from calm.noise import RowNoise, pick
-from calm.sampling.next_chunk import draw_latents
 from calm.sampling.vocabulary import search_of
 from calm.scores.brier import LONGEST
 
@@ -35,12 +34,12 @@ MOST_DRAWS = 64  # samples of a position that are computed at once
 class Estimates(NamedTuple):
     accuracy: Tensor  # (B, length / K, 4)
     collision: Tensor  # (B, length / K, 4)
-    nats: Tensor | None = None  # of the tokens from the first start on: (B, length); of a CALM model bounds
+    nats: Tensor | None = None  # of the tokens from the first start on: (B, length); of latents bounds
 
 
 class CalmEstimator:
     def __init__(self, model: CalmForCausalLM, length: int, num_samples: int, num_latents: int = 0):
-        """With `num_latents` likelihoods are bounded, too, by the mixture of so many latents."""
+        """With `num_latents` likelihoods, too: bounds by the mixture of so many latents, of a chain its own."""
         self.model, self.length, self.num_samples, self.num_latents = model, length, num_samples, num_latents
         self.chunk_size = model.config.chunk_size
 
@@ -112,8 +111,7 @@ class CalmEstimator:
         """Chunks that follow states: (..., H) → (..., S, K)."""
         drawn = []
         for first, last in _slices(self.num_samples, MOST_DRAWS):
-            latents = draw_latents(self.model, hidden, last - first, noise)
-            drawn.append(self.model.tokens(latents, hidden, noise, search_of(self.model.autoencoder)))
+            drawn.append(self.model.draw(hidden, last - first, noise, search_of(self.model.autoencoder)))
         return torch.cat(drawn).movedim(0, -2)
 
     def _forward(self, inputs: Tensor, **kwargs) -> Tensor:

@@ -96,7 +96,7 @@ class HarnessModel(LM):
         return answers
 
     def _bound(self, before: list[int], behind: list[int], number: int) -> tuple[float, bool]:
-        self.bounded = True
+        self.bounded = not self.model.config.is_chain
         noise = RowNoise([int(mix(self.seed, NOISE_OF_BOUNDS, number) >> 1)], self.model.device)
         before = self._end(before, len(behind)) or [self.tokenizer.end_id]
         fill_id = self.tokenizer.fill_id if self.model.config.knows_fill else self.tokenizer.end_id

@@ -1,7 +1,6 @@
 """How a continuous language model is doing while it is trained, from a few samples at each position.
 
-score                  what decides which checkpoint is best: minus the energy loss; Brier-1 of a variational head,
-                       whose latents need not be those of the autoencoder
+score                  what decides which checkpoint is best: minus the energy loss
 energy_loss            of samples against the true next chunk: a proper score, whatever head made them
 fidelity, diversity    its two terms, 2·E|x - z| and E|x - x'|; a collapsed model has no diversity
 context_gap            how much worse the samples fit another position's target; 0: the context is ignored
@@ -63,7 +62,7 @@ def evaluate_predictions(
     positions, *totals = reduce(sums).tolist()
     fidelity, diversity, gap, spread, same, *scores = (total / max(positions, 1.0) for total in totals)
     found = {
-        "score": scores[0] if model.config.draws_tokens else diversity - fidelity,
+        "score": diversity - fidelity,
         "energy_loss": fidelity - diversity,
         "fidelity": fidelity,
         "diversity": diversity,

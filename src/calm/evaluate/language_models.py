@@ -93,7 +93,8 @@ class Contender:
                 raise UserError(f"the weights in {self.directory} are damaged: {name} has values that are not finite")
         model = model.to(among.device).eval()
         if self.is_calm:
-            estimator = CalmEstimator(model, length, options.num_samples, options.num_latents)
+            latents = int(options.positions != "every") if model.config.is_chain else options.num_latents
+            estimator = CalmEstimator(model, length, options.num_samples, latents)
         else:
             estimator = SoftmaxEstimator(model, length, options.num_samples)
         with torch.no_grad():
@@ -204,7 +205,8 @@ def _answer(
         measures |= _plain(each.brier.compute(options.seed))
         if each.likelihood.tokens:
             likelihood = likelihood_measures(each.likelihood, text.tokens or 0, text.bytes)
-            measures |= {f"{name}_bound" if contender.is_calm else name: v for name, v in likelihood.items()}
+            bound = "_bound" if contender.is_calm and not contender.config.is_chain else ""
+            measures |= {name + bound: value for name, value in likelihood.items()}
         answer["models"][contender.name] = measures
         answer["warnings"] += [f"{contender.name}: {warning}" for warning in each.brier.warnings()]
     if options.positions != "own" or len({contender.chunk_size for contender in contenders}) == 1:

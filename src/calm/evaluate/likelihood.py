@@ -10,7 +10,7 @@ from calm.models.calm import CalmForCausalLM
 from calm.noise import RowNoise
 from calm.sampling.generator import whole_chunks
 from calm.sampling.mixture import Mixture, mixture_nats
-from calm.sampling.next_chunk import LatentCandidates
+from calm.sampling.next_chunk import softmaxes
 from calm.sampling.vocabulary import search_of
 from calm.scores.vocabulary import nearest_words
 
@@ -19,13 +19,15 @@ ROOM = 2**22  # numbers of a row held at once
 
 def chunk_nats(model: CalmForCausalLM, hidden: Tensor, chunks: Tensor, num_latents: int, noise: RowNoise) -> Tensor:
     """At most what the model pays for chunks (B, L, K) behind states (B, L, H), in nats a token: (B, L, K)."""
-    words = model.autoencoder.embedding.weight
+    words = model.words
+    if model.config.is_chain:  # it has likelihoods of its own
+        states = model.chain_states(hidden, chunks).flatten(0, -2)
+        return nearest_words(states, words, chunks.flatten())[1].view(chunks.shape)
     at_once = max(1, ROOM // (chunks[0].numel() * words.shape[1]))  # whatever rows there are: noise comes in this order
     each = []
     for first in range(0, num_latents, at_once):
-        latents = model.head.sample(hidden, min(at_once, num_latents - first), noise)  # (n, B, L, Z)
-        chunk_states = model.autoencoder.decoder.chunk_states(latents)
-        states = model.token_states(chunk_states, hidden, 0, chunks.shape[-1])  # (n, B, L, K, d)
+        latents = model.draw_latents(hidden, min(at_once, num_latents - first), noise)  # (n, B, L, Z)
+        states = model.autoencoder.decoder(latents)  # (n, B, L, K, d)
         targets = chunks.expand(len(latents), *chunks.shape)
         each.append(nearest_words(states.flatten(0, -2), words, targets.flatten())[1].view(targets.shape))
     return mixture_nats(torch.cat(each))
@@ -56,8 +58,7 @@ def continuation_nats(
         here = slice(start, start + rows)
         shared = RowNoise([])
         shared.generators = noise.generators * len(targets[here])  # one text, one generator
-        pool = LatentCandidates(model, search_of(model.autoencoder), hidden[here], shared, num_latents)
-        mixture = Mixture(pool.log_probabilities)
+        mixture = Mixture(softmaxes(model, search_of(model.autoencoder), hidden[here], shared, num_latents))
         for tokens, real in zip(targets[here].unbind(1), counted[here].unbind(1), strict=True):
             found = mixture.next()
             nats -= float(found.gather(1, tokens[:, None])[real].sum())

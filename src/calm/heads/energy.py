@@ -35,12 +35,23 @@ class Block(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
-class NoiseHead(nn.Module):
-    """A network from noise and a hidden state to a latent; who trains it, and what the noise is, others say."""
-
-    def __init__(self, hidden_size: int, latent_size: int, num_layers: int, noise_size: int):
+class EnergyHead(nn.Module):
+    def __init__(
+        self,
+        hidden_size: int,
+        latent_size: int,
+        num_layers: int,
+        *,
+        noise_size: int = 64,
+        num_model_samples: int = 8,  # N
+        num_target_samples: int | None = None,  # M; None: closed form
+        alpha: float = 1.0,
+    ):
         super().__init__()
-        self.noise_size = noise_size
+        if warning := check_energy(alpha, num_model_samples):
+            warnings.warn(warning, CalmWarning, stacklevel=2)
+        self.noise_size, self.alpha = noise_size, alpha
+        self.num_model_samples, self.num_target_samples = num_model_samples, num_target_samples
         self.noise = nn.Linear(noise_size, hidden_size)
         self.noise_norm = nn.LayerNorm(hidden_size, eps=NORM_EPS)
         self.condition = nn.Linear(hidden_size, hidden_size)
@@ -54,44 +65,17 @@ class NoiseHead(nn.Module):
         initialize_linears(self)
         start_at_zero(self.latent)
 
-    def draw(self, hidden: Tensor, num_samples: int, generator: Source) -> Tensor:
-        """Noise for hidden states (..., H): (N, ..., noise_size)."""
-        raise NotImplementedError
-
     def sample(
         self, hidden: Tensor, num_samples: int = 1, generator: Source = None, noise: Tensor | None = None
     ) -> Tensor:
-        """Hidden states (..., H) → latents (N, ..., Z). Noise (N, ..., noise_size) may be given."""
+        """Hidden states (..., H) → latents (N, ..., Z). Noise (N, ..., noise_size) in [-0.5, 0.5] may be given."""
         if noise is None:
-            noise = self.draw(hidden, num_samples, generator)
+            noise = draw_uniform(generator, hidden, num_samples, self.noise_size) - 0.5
         x = self.noise_norm(self.noise(noise.to(hidden.dtype)))
         y = self.condition_norm(self.condition(hidden))
         for block in self.blocks:
             x = block(x, y)
         return self.latent(F.silu(self.mix(self.norm(x))))
-
-
-class EnergyHead(NoiseHead):
-    def __init__(
-        self,
-        hidden_size: int,
-        latent_size: int,
-        num_layers: int,
-        *,
-        noise_size: int = 64,
-        num_model_samples: int = 8,  # N
-        num_target_samples: int | None = None,  # M; None: closed form
-        alpha: float = 1.0,
-    ):
-        super().__init__(hidden_size, latent_size, num_layers, noise_size)
-        if warning := check_energy(alpha, num_model_samples):
-            warnings.warn(warning, CalmWarning, stacklevel=2)
-        self.alpha = alpha
-        self.num_model_samples, self.num_target_samples = num_model_samples, num_target_samples
-
-    def draw(self, hidden: Tensor, num_samples: int, generator: Source) -> Tensor:
-        """Uniform in [-0.5, 0.5]."""
-        return draw_uniform(generator, hidden, num_samples, self.noise_size) - 0.5
 
     def loss(
         self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: Source = None

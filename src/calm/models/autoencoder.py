@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from calm.models.configuration import ChunkAutoencoderConfig
+from calm.models.layer import Layer
 from calm.models.posterior import Posterior, drop, floored_kl
 from calm.noise import RowNoise
 from calm.scores.vocabulary import most_probable_words, nearest_words, vocabulary_cross_entropy
@@ -34,23 +35,10 @@ def count_chunks(input_ids: Tensor, attention_mask: Tensor | None, chunk_size: i
     return real.unflatten(1, (-1, chunk_size)).any(-1).float()
 
 
-class Layer(nn.Module):
-    """x + SwiGLU(RMSNorm(x)), on each vector by itself."""
-
-    def __init__(self, config: ChunkAutoencoderConfig):
-        super().__init__()
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
 def _layers(config: ChunkAutoencoderConfig, count: int) -> nn.Sequential:
-    return nn.Sequential(*(Layer(config) for _ in range(count)))
+    return nn.Sequential(
+        *(Layer(config.hidden_size, config.intermediate_size, config.rms_norm_eps) for _ in range(count))
+    )
 
 
 class Encoder(nn.Module):

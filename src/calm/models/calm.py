@@ -16,9 +16,9 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
-from calm.errors import ConfigError
+from calm.errors import ConfigError, UserError
 from calm.files import write_atomic
-from calm.heads import HEADS, Head, VariationalHead
+from calm.heads import LATENT_HEADS, ChainHead, LatentHead
 from calm.heads.common import masked_mean
 from calm.models.autoencoder import ChunkAutoencoder, count_chunks
 from calm.models.backbone import build_transformer, transformer_layers
@@ -26,9 +26,8 @@ from calm.models.card import model_card
 from calm.models.chunk_embedding import ChunkEmbedding
 from calm.models.configuration import CalmConfig, check_positions
 from calm.models.posterior import Posterior
-from calm.models.readout import Readout
 from calm.noise import RowNoise, Source, draw_normal, draw_uniform
-from calm.scores.tokens import Words, prefix_brier, token_nats
+from calm.scores.tokens import Words, token_nats
 from calm.scores.vocabulary import drawn_words
 
 Search = Callable[[Tensor], Tensor]  # the most probable words of states (n, d)
@@ -38,8 +37,21 @@ HEAD_FIELDS = {
     "mean-flow": ("num_model_samples",),
     "flow": ("num_model_samples", "sampler", "num_sampling_steps"),
     "diffusion": ("num_model_samples", "num_sampling_steps"),
-    "variational": ("noise_size",),
 }
+
+
+def build_head(config: CalmConfig) -> LatentHead | ChainHead:
+    if config.is_chain:
+        word_size = config.autoencoder_config.hidden_size
+        return ChainHead(config.hidden_size, word_size, config.chunk_size, config.num_head_layers)
+    fields = {name: getattr(config, name) for name in HEAD_FIELDS[config.head]}
+    return LATENT_HEADS[config.head](config.hidden_size, config.latent_size, config.num_head_layers, **fields)
+
+
+def _finite(numbers: Tensor) -> Tensor:
+    if not bool(numbers.isfinite().all()):
+        raise UserError("the model's numbers are not finite: its weights are damaged")
+    return numbers
 
 
 @dataclass
@@ -65,15 +77,9 @@ class CalmForCausalLM(PreTrainedModel):
         self.backbone = build_transformer(AutoModel, config.backbone_config)
         self.chunk_embedding = ChunkEmbedding(config, self.backbone.get_input_embeddings())
         self.backbone.set_input_embeddings(None)  # it is the chunk embedding's, or unused
-        fields = {name: getattr(config, name) for name in HEAD_FIELDS[config.head]}
-        self.head: Head = HEADS[config.head](config.hidden_size, config.latent_size, config.num_head_layers, **fields)
+        self.head = build_head(config)
         self.autoencoder = ChunkAutoencoder(config.autoencoder_config)
-        self.readout = None
-        if config.draws_tokens:
-            self.readout = Readout(config.hidden_size, config.chunk_size, config.autoencoder_config.hidden_size)
         self.post_init()
-        if self.readout is not None:
-            self.readout.initialize()
         self.head.initialize()  # a module without parameters of its own is none that transformers initialises
         self._freeze()
 
@@ -113,7 +119,7 @@ class CalmForCausalLM(PreTrainedModel):
 
     def sharded_parts(self) -> list[nn.Module]:
         """Groups of their own under FSDP: the backbone's layers, and the autoencoder where it is entered as a whole."""
-        if self.readout is not None:
+        if self.config.is_chain:  # it takes the autoencoder's words alone
             return transformer_layers(self.backbone)
         return [*transformer_layers(self.backbone), *self.autoencoder.sharded_parts(), self.autoencoder]
 
@@ -172,34 +178,46 @@ class CalmForCausalLM(PreTrainedModel):
         """For each chunk but the first, on the true text before it: latents (N, B, L, Z) and tokens (N, B, L, K) drawn
         for it, and the posterior of the true one.
         """
-        size = self.config.chunk_size
-        hidden = self.hidden_states(input_ids[:, :-size])
-        latents = self.head.sample(hidden, num_samples, generator)
+        hidden = self.hidden_states(input_ids[:, : -self.config.chunk_size])
         true = self.posterior(self.chunks(input_ids)[:, 1:])
-        return latents, self.tokens(latents, hidden, generator), true
+        if self.config.is_chain:
+            chunks = self.draw(hidden, num_samples, generator)
+            return self.posterior(chunks).mean, chunks, true
+        latents = self.draw_latents(hidden, num_samples, generator)
+        return latents, self.autoencoder.tokens(latents), true
 
-    def token_states(self, chunk_states: Tensor, hidden: Tensor, first: int, last: int) -> Tensor:
-        """From the decoder's states of chunks (..., d) behind hidden states (..., H) to those of some tokens."""
-        states = self.autoencoder.decoder.token_states(chunk_states, first, last)
-        return states if self.readout is None else states + self.readout.part(hidden, first, last)
-
-    def tokens(
-        self,
-        latents: Tensor,
-        hidden: Tensor,
-        generator: Source = None,
-        search: Callable[[Tensor], Tensor] | None = None,
+    def draw(
+        self, hidden: Tensor, num_samples: int = 1, generator: Source = None, search: Search | None = None
     ) -> Tensor:
-        """Chunks that latents (N, ..., Z) behind hidden states (..., H) stand for: (N, ..., K).
+        """Chunks that may follow hidden states: (..., H) → (N, ..., K); `search` finds the words of a latent."""
+        if not isinstance(self.head, ChainHead):
+            return self.autoencoder.tokens(self.draw_latents(hidden, num_samples, generator), search)
+        words, size = self.words, self.config.chunk_size
+        uniform = draw_uniform(generator, hidden, num_samples, size)  # (N, ..., K)
+        state = self.head(_finite(hidden), words.new_empty(*hidden.shape[:-1], 0, words.shape[1]))[..., 0, :]
+        for_all = uniform[..., 0].flatten(1).T.contiguous()  # one state for N samples
+        first = drawn_words(state.flatten(0, -2), words, for_all)
+        chunks = first.T.reshape(uniform.shape[:-1])[..., None]  # (N, ..., 1)
+        for k in range(1, size):
+            states = self.head(hidden, words[chunks], k).flatten(0, -2)
+            drawn = drawn_words(states, words, uniform[..., k].reshape(-1, 1))
+            chunks = torch.cat([chunks, drawn.view(*chunks.shape[:-1], 1)], dim=-1)
+        return chunks
 
-        The most probable ones, which `search` finds; a model with a variational head draws them.
-        """
-        if self.readout is None:
-            return self.autoencoder.tokens(latents, search)
-        size, words = self.config.chunk_size, self.autoencoder.embedding.weight
-        states = self.token_states(self.autoencoder.decoder.chunk_states(latents), hidden, 0, size)
-        uniform = draw_uniform(generator, hidden, len(latents), size)
-        return drawn_words(states.flatten(0, -2), words, uniform.flatten()).view(uniform.shape)
+    def draw_latents(self, hidden: Tensor, num_samples: int = 1, generator: Source = None) -> Tensor:
+        """Samples of the next latent, checked: (..., H) → (N, ..., Z). Not of a chain, which draws tokens."""
+        assert not isinstance(self.head, ChainHead)
+        return _finite(self.head.sample(hidden, num_samples, generator))
+
+    def chain_states(self, hidden: Tensor, chunks: Tensor) -> Tensor:
+        """Of a chain: the states of all tokens of chunks (..., K), each behind the true ones before it: (..., K, d)."""
+        assert isinstance(self.head, ChainHead)
+        return self.head(hidden, self.words[chunks[..., :-1]])
+
+    @property
+    def words(self) -> Tensor:
+        """The vectors of the vocabulary: (V, d)."""
+        return self.autoencoder.embedding.weight
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
         """Continue texts; calm.sampling.generator.generate says how."""
@@ -215,15 +233,13 @@ class CalmForCausalLM(PreTrainedModel):
         past_key_values: Cache | None = None,
         noise: RowNoise | None = None,
         num_chunks: float | None = None,
-        progress: float = 1.0,
         words: Words | None = None,
     ) -> CalmOutput:
         """With labels (the ids themselves; -100 where not to learn) the head's loss, else hidden states.
 
         A chunk is learnt where any of its labels is, and where the chunk before it is read. The mean is over
         `num_chunks`, by default those of this batch; a batch that is computed in parts gives the number of all.
-        A loss of tokens follows a schedule, of which `progress` is the share that is done, and takes `words` for the
-        vocabulary.
+        A chain takes `words` for the whole vocabulary.
         """
         self._check_shapes(input_ids, labels, attention_mask)
         if labels is None:
@@ -239,41 +255,14 @@ class CalmForCausalLM(PreTrainedModel):
             before = attention_mask[:, :-size]
         counted = learnt[:, 1:]
         hidden = self.hidden_states(input_ids[:, :-size], before, generator=noise)
-        if isinstance(self.head, VariationalHead):
-            loss = masked_mean(self._token_loss(self.head, hidden, chunks[:, 1:], noise, progress, words), counted)
+        if isinstance(self.head, ChainHead):
+            nats = token_nats(self.chain_states(hidden, chunks[:, 1:]), self.words, chunks[:, 1:], words)
+            loss = masked_mean(nats.mean(-1), counted)
         else:
             loss = self.head.loss(hidden, self.posterior(chunks[:, 1:]), counted, noise)
         if num_chunks is not None:
             loss = loss * counted.sum() / num_chunks
         return CalmOutput(loss)
-
-    def _token_loss(
-        self,
-        head: VariationalHead,
-        hidden: Tensor,
-        chunks: Tensor,
-        noise: RowNoise,
-        progress: float,
-        words: Words | None,
-    ) -> Tensor:
-        """For chunks (B, L, K) behind hidden states (B, L, H) the variational bound, in nats a token, and in the later
-        part of training the Brier score of N fresh samples: (B, L).
-        """
-        config, size = self.config, self.config.chunk_size
-        vocabulary = self.autoencoder.embedding.weight
-
-        def states(latents: Tensor) -> Tensor:
-            return self.token_states(self.autoencoder.decoder.chunk_states(latents), hidden, 0, size)
-
-        posterior = head.recognise(hidden, self.posterior(chunks).mean)
-        recognised = posterior.sample(head.draw(hidden, 1, noise))
-        nats = token_nats(states(head.sample(hidden, noise=recognised))[0], vocabulary, chunks, words).sum(-1)
-        kl_weight = min(1.0, progress / config.kl_warmup) if config.kl_warmup else 1.0
-        loss = (nats + kl_weight * posterior.kl().sum(-1)) / size
-        if config.brier_weight and progress >= config.brier_from:
-            samples = states(head.sample(hidden, config.num_model_samples, noise))
-            loss = loss - config.brier_weight * prefix_brier(samples, vocabulary, chunks, words).sum(-1)
-        return loss
 
     def _check_shapes(self, input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor | None) -> None:
         self.chunks(input_ids)

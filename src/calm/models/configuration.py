@@ -7,7 +7,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from calm.errors import ConfigError, did_you_mean
 
-HEADS = ("energy", "flow", "mean-flow", "diffusion", "variational")
+HEADS = ("energy", "flow", "mean-flow", "diffusion", "chain")
 INPUTS = ("discrete", "continuous", "both")
 STEPS = {"euler": 20, "midpoint": 10}  # of the flow head's samplers, by default
 
@@ -69,17 +69,14 @@ class CalmConfig(PretrainedConfig):
         backbone_config: PretrainedConfig | dict[str, Any] | None = None,
         autoencoder_config: ChunkAutoencoderConfig | dict[str, Any] | None = None,
         model_input: Literal["discrete", "continuous", "both"] = "discrete",
-        head: Literal["energy", "flow", "mean-flow", "diffusion", "variational"] = "energy",
+        head: Literal["energy", "flow", "mean-flow", "diffusion", "chain"] = "energy",
         num_head_layers: int | None = None,  # by default a quarter of the backbone's
         num_model_samples: int = 8,  # N
         num_target_samples: int | None = None,  # M of the energy head; None: closed form
         alpha: float = 1.0,  # exponent of the energy score
-        noise_size: int = 64,  # of the energy and the variational head
+        noise_size: int = 64,  # of the energy head
         sampler: Literal["euler", "midpoint"] = "midpoint",  # of the flow head
         num_sampling_steps: int | None = None,  # of the flow head (10, or 20 Euler steps) and the diffusion head (100)
-        kl_warmup: float = 0.3,  # of the variational head, a share of training: until the KL counts fully
-        brier_from: float = 0.6,  # of the variational head: from when on the Brier score counts, too
-        brier_weight: float = 10.0,  # and how much
         knows_fill: bool = True,  # whether fill ids at the front of texts were seen in training
         **kwargs,
     ):
@@ -104,8 +101,6 @@ class CalmConfig(PretrainedConfig):
             "num_sampling_steps": num_sampling_steps,
             "num_target_samples": 1 if num_target_samples is None else num_target_samples,
         }
-        if head == "variational" and brier_weight and num_model_samples < 2:
-            raise ConfigError("the Brier score compares samples: num_model_samples must be at least 2, not 1")
         for field, count in counts.items():
             if count < 1:
                 raise ConfigError(f"{field} must be at least 1, not {count}")
@@ -119,15 +114,14 @@ class CalmConfig(PretrainedConfig):
         self.noise_size = noise_size
         self.sampler = sampler
         self.num_sampling_steps = num_sampling_steps
-        self.kl_warmup, self.brier_from, self.brier_weight = kl_warmup, brier_from, brier_weight
         self.knows_fill = knows_fill
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
 
     @property
-    def draws_tokens(self) -> bool:
-        """Whether tokens are drawn from the decoder's softmax, as they were learnt, or the most probable is taken."""
-        return self.head == "variational"
+    def is_chain(self) -> bool:
+        """Whether a chunk is learnt and drawn token after token, instead of as a latent."""
+        return self.head == "chain"
 
     def get_text_config(self, *args, **kwargs):
         """Caches and attention ask for the part that attends."""

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from calm.config import RunConfig, load_config, recipe_names
 from calm.data.shards import PreparedData
 from calm.errors import UserError
-from calm.heads import VariationalHead
+from calm.heads import ChainHead
 from calm.models.autoencoder import ChunkAutoencoder
 from calm.models.backbone import build_transformer
 from calm.models.calm import CalmForCausalLM
@@ -154,18 +154,13 @@ def _calm_cost(name: str, config: RunConfig, context: int, candidates: int, mode
     }
     training = {n: FORWARD_AND_BACKWARD * flops for n, flops in forward.items()}
     training["autoencoder"] = encoder * (2 if model.chunk_embedding.reads_latents else 1)  # of targets, and of inputs
-    recognition = 0.0
-    if isinstance(model.head, VariationalHead) and model.readout is not None:
-        # One sample a position, and N where the Brier score counts; back through the frozen decoder to the latents.
-        samples = 1 + samples * (1 - model.config.brier_from if model.config.brier_weight else 0.0)
-        recognition = 2.0 * _matrices(model.head.recognition)
-        forward["readout"] = 2.0 * _matrices(model.readout)
-        training["readout"] = FORWARD_AND_BACKWARD * forward["readout"]
-        training["autoencoder"] += 2 * samples * decoder
-        training["vocabulary projection"] = 2 * samples * projection * _share_of_words(config, model.config.vocab_size)
-    every = 2.0 * _matrices(model.head) - once - recognition  # in training samples have times of their own
+    every = 2.0 * _matrices(model.head) - once  # in training samples have times of their own
+    if isinstance(model.head, ChainHead):
+        samples, decoder, training["autoencoder"] = 1, 0.0, training["autoencoder"] - encoder  # tokens, not latents
+        every = sample  # of the head's maps that every token has
+        training["vocabulary projection"] = 2 * projection * _share_of_words(config, model.config.vocab_size)
     derivative = 2 if model.config.head == "mean-flow" else 0  # forward with values and their changes beside them
-    training["head"] = (FORWARD_AND_BACKWARD + derivative) * (once + samples * every + recognition)
+    training["head"] = (FORWARD_AND_BACKWARD + derivative) * (once + samples * every)
     inference = {
         **forward,
         "head": once + evaluations * (evaluation + sample),
@@ -177,12 +172,12 @@ def _calm_cost(name: str, config: RunConfig, context: int, candidates: int, mode
         "token embedding": embedding,
         "chunk embedding": _count(model.chunk_embedding) - embedding,
         "head": _count(model.head),
-        "readout": _count(model.readout) if model.readout is not None else 0,
         "autoencoder": _count(model.autoencoder),
     }
     parts = _parts(sizes, {n: f / size for n, f in training.items()}, {n: f / size for n, f in inference.items()})
     cost = _sum(name, config, model, parts)
     cost.train_flops += _autoencoder_training(config, model.config.vocab_size)
+    candidates = 1 if model.config.is_chain else candidates  # it needs no others at any temperature
     more = (candidates - 1) * (evaluations * sample + decoder + projection) / size
     cost.inference_flops_per_token_with_candidates = cost.inference_flops_per_token + more
     cost.candidates = candidates
@@ -190,7 +185,7 @@ def _calm_cost(name: str, config: RunConfig, context: int, candidates: int, mode
 
 
 def _share_of_words(config: RunConfig, vocabulary: int) -> float:
-    """Of the vocabulary, what the sums of a variational head run over: at most a word for each token of a batch."""
+    """Of the vocabulary, what the sums of a chain head run over: at most a word for each token of a batch."""
     sample = config.language_model.vocabulary_sample
     if sample is None:
         return 1.0
@@ -222,9 +217,12 @@ def _head_flops(model: CalmForCausalLM) -> tuple[float, float, float]:
     In sampling all samples share the time of a denoiser, and with it the modulation; the embedding of the time itself
     is one vector for all positions and costs nothing.
     """
+    if isinstance(model.head, ChainHead):  # each of the K tokens goes through all but the map of the hidden state
+        once = _matrices(model.head.hidden)
+        return 2.0 * once, 0.0, 2.0 * model.config.chunk_size * (_matrices(model.head) - once)
     sums = {"once": 0, "evaluation": 0, "sample": 0}
     for path, part in model.head.named_modules():
-        if isinstance(part, nn.Linear) and not {"time", "span", "recognition"} & set(path.split(".")):
+        if isinstance(part, nn.Linear) and not {"time", "span"} & set(path.split(".")):
             name = path.rsplit(".", 1)[-1]
             kind = {"condition": "once", "fuse_condition": "once", "modulation": "evaluation"}.get(name, "sample")
             sums[kind] += part.weight.numel()
@@ -234,7 +232,7 @@ def _head_flops(model: CalmForCausalLM) -> tuple[float, float, float]:
 def _evaluations(model: CalmForCausalLM) -> int:
     """How often the network of a head runs for one sample."""
     config = model.config
-    if config.head in ("energy", "mean-flow", "variational"):
+    if config.head in ("energy", "mean-flow", "chain"):
         return 1
     return config.num_sampling_steps * (2 if config.head == "flow" and config.sampler == "midpoint" else 1)
 

@@ -42,9 +42,10 @@ def make_report(results: dict[str, Any], output: Path) -> str:
 <h1>calm quickstart</h1>
 <p class="note">{escape(text)} · {plan["minutes"]:g} minutes planned · seed {plan["seed"]}</p>
 <p>An autoencoder learnt to turn 4 tokens into one vector and back. A language model learnt to predict the next
-vector, 4 tokens in one step; a standard Transformer with the same backbone learnt to predict the next token, for about
-the same time ({seconds["calm"] / 60:.1f} and {seconds["transformer"] / 60:.1f} minutes, evaluations left out; the
-autoencoder, {steps:,} steps, came before). On test text Brier-1 is {first[0]:.2f} for CALM and {first[1]:.2f} for the
+chunk of 4 tokens in one step of its backbone, in the space of the autoencoder's words (the chain head); a standard
+Transformer with the same backbone learnt to predict the next token, for about the same time
+({seconds["calm"] / 60:.1f} and {seconds["transformer"] / 60:.1f} minutes, evaluations left out; the autoencoder,
+{steps:,} steps, came before). On test text Brier-1 is {first[0]:.2f} for CALM and {first[1]:.2f} for the
 Transformer.</p>
 <h2>Learning</h2>
 <div class="row">{_image(figures.learning_curves(output), "Brier-1 over minutes of training")}
@@ -62,7 +63,7 @@ outcome.</p>
 <p class="note">A lower temperature makes samples more often right and less diverse. {len(results["tradeoff"]) // 2}
 temperatures, first token of a chunk, error bars of one standard error.</p>
 <h2>Samples</h2>
-<p>Not selected: beginnings of test documents, continued. One colour is one chunk, predicted in one step.</p>
+<p>Not selected: beginnings of test documents, continued. One colour is one chunk: one step of the backbone.</p>
 {"".join(_sample(sample) for sample in results["samples"])}
 <h2>Cost</h2>
 {_costs(results["costs"])}

@@ -18,7 +18,7 @@ from calm.train.loop import TrainingStopped, train
 
 TITLES = {
     "autoencoder": "autoencoder: 4 tokens ↔ one vector",
-    "calm": "language model: one vector a step",
+    "calm": "language model: 4 tokens a step",
     "transformer": "Transformer baseline, for the same time",
 }
 REPORT = "report.html"

@@ -16,6 +16,8 @@ from torch import Tensor
 from calm.errors import ConfigError
 from calm.noise import pick
 
+Softmaxes = Callable[[list[Tensor]], Tensor]
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -38,6 +40,8 @@ class Cut:
     def probabilities(self, log_probabilities: Tensor) -> Tensor:
         """Of log-probabilities (B, V): what is left, tempered and normalised."""
         p = (log_probabilities.double() / self.temperature).softmax(-1)
+        if self.top_k is self.top_p is self.min_p is None:
+            return p
         if self.top_k is not None and self.top_k < p.shape[-1]:
             top = p.topk(self.top_k)
             p = torch.zeros_like(p).scatter(-1, top.indices, top.values)
@@ -52,18 +56,23 @@ class Cut:
 
 
 class Mixture:
-    """The mean of N distributions over chunks, token by token: log_probabilities(k) → (B, N, V)."""
+    """The mean of N distributions over chunks, token by token.
 
-    def __init__(self, log_probabilities: Callable[[int], Tensor]):
+    `log_probabilities` takes the tokens so far, each (B,), and gives the next one's under each of them: (B, N, V).
+    """
+
+    def __init__(self, log_probabilities: Softmaxes):
         self.log_probabilities = log_probabilities
         self.weights: Tensor | None = None  # (B, N): log of what each candidate gave to the tokens so far
-        self.position = 0
+        self.chosen: list[Tensor] = []
 
     def next(self) -> Tensor:
         """Log-probabilities of the next token (B, V)."""
-        self.each = self.log_probabilities(self.position).float()  # (B, N, V)
+        self.each = self.log_probabilities(self.chosen).float()  # (B, N, V)
         if self.weights is None:
             self.weights = self.each.new_zeros(self.each.shape[:2])
+        if self.each.shape[1] == 1:  # the mean of one
+            return self.each[:, 0]
         return torch.logsumexp(self.each + self.weights.log_softmax(1)[..., None], dim=1)
 
     def take(self, tokens: Tensor) -> None:
@@ -71,21 +80,18 @@ class Mixture:
         assert self.weights is not None
         index = tokens[:, None, None].expand(-1, self.each.shape[1], 1)
         self.weights = self.weights + self.each.gather(-1, index)[..., 0]
-        self.position += 1
+        self.chosen.append(tokens)
 
 
-def sample_mixture(
-    log_probabilities: Callable[[int], Tensor], chunk_size: int, cut: Cut, uniform: Tensor
-) -> tuple[Tensor, Tensor]:
+def sample_mixture(log_probabilities: Softmaxes, chunk_size: int, cut: Cut, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """A chunk of each row by uniform numbers (B, K): ids (B, K), and their log-probabilities before the cut (B, K)."""
-    mixture, chosen, logs = Mixture(log_probabilities), [], []
+    mixture, logs = Mixture(log_probabilities), []
     for k in range(chunk_size):
         found = mixture.next()
         token = pick(cut.probabilities(found), uniform[:, k : k + 1])  # (B, 1)
         logs.append(found.gather(1, token)[:, 0])
-        chosen.append(token[:, 0])
-        mixture.take(chosen[-1])
-    return torch.stack(chosen, dim=-1), torch.stack(logs, dim=-1)
+        mixture.take(token[:, 0])
+    return torch.stack(mixture.chosen, dim=-1), torch.stack(logs, dim=-1)
 
 
 def mixture_nats(nats: Tensor) -> Tensor:

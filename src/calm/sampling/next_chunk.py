@@ -14,12 +14,13 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from calm.errors import ConfigError, UserError, did_you_mean
+from calm.errors import ConfigError, did_you_mean
+from calm.heads import ChainHead
 from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import CalmConfig
 from calm.noise import RowNoise, ScaledNoise, draw_uniform
 from calm.sampling.candidates import UNKNOWN, Candidates
-from calm.sampling.mixture import Cut, sample_mixture
+from calm.sampling.mixture import Cut, Softmaxes, sample_mixture
 from calm.sampling.rejection import sample_at_temperature
 from calm.sampling.temperature import (
     Cost,
@@ -29,7 +30,6 @@ from calm.sampling.temperature import (
     sample_token_by_token,
 )
 from calm.sampling.vocabulary import VocabularySearch
-from calm.scores.vocabulary import drawn_words
 
 Method = Literal["token", "batch", "exact", "mixture", "noise"]
 MANY, FEW = 200, 64  # candidates: those that are counted, those whose softmaxes are averaged
@@ -42,8 +42,8 @@ class Sampling:
     """How chunks are chosen."""
 
     temperature: float = 1.0
-    num_candidates: int | None = None  # N; by default 200, and 64 for "mixture"
-    method: Method | None = None  # by default "token", and "mixture" for a model that draws its tokens
+    num_candidates: int | None = None  # N; by default 200, and 64 for "mixture", of which a chain needs one
+    method: Method | None = None  # by default "token", and "mixture" for a chain
     tolerance: float = 0.0  # of "batch": the total variation at which no more candidates are drawn; 0 is all of them
     refill: bool = False  # of "token": draw anew where fewer than 1/T candidates agree with the tokens so far
     caution: float = 1.0  # of the vocabulary search: below 1 it is faster and almost always right
@@ -76,10 +76,14 @@ class Sampling:
 
     def of(self, config: CalmConfig) -> "Sampling":
         """With the method that suits a model, where none was named."""
-        if self.method is not None:
-            return self
-        sharpened = self.cut != Cut()  # at temperature 1 a single draw is right
-        return replace(self, method="mixture" if config.draws_tokens and sharpened else "token")
+        method = self.method
+        if method is None:
+            sharpened = self.cut != Cut()  # at temperature 1 a single draw is right
+            method = "mixture" if config.is_chain and sharpened else "token"
+        if config.is_chain and method == "noise":
+            raise ConfigError("a model with a chain head has no noise to scale; take the method 'mixture'")
+        exact = config.is_chain and method == "mixture"  # its softmaxes are known without candidates
+        return replace(self, method=method, num_candidates=1 if exact else self.num_candidates)
 
     @property
     def number(self) -> int:
@@ -97,42 +101,60 @@ class Chosen(NamedTuple):
     log_probabilities: Tensor | None = None  # (B, K): of the method "mixture"
 
 
-class LatentCandidates(Candidates):
-    """What the head of a model draws behind hidden states (B, H); decoded token by token, when asked."""
+class ModelCandidates(Candidates):
+    """Chunks that a model draws behind hidden states (B, H); a row that grows takes noise of its own alone."""
 
     def __init__(self, model: CalmForCausalLM, search: VocabularySearch, hidden: Tensor, noise: RowNoise, count: int):
         self.model, self.search, self.hidden, self.noise = model, search, hidden, noise
-        self.states = hidden.new_empty(len(hidden), 0, model.config.autoencoder_config.hidden_size)
-        size = model.config.chunk_size
-        none = torch.empty(len(hidden), 0, size, dtype=torch.float32, device=hidden.device)
-        self.uniform = none if model.readout is not None else None  # (B, N, K): what tokens are drawn by
-        super().__init__(none.long())
+        super().__init__(torch.empty(len(hidden), 0, model.config.chunk_size, dtype=torch.long, device=hidden.device))
         self.grow(count, torch.ones(len(hidden), dtype=torch.bool, device=hidden.device))
 
     def drawn(self, count: int, rows: Tensor) -> Tensor:
-        states = self.states.new_zeros(len(rows), count, self.states.shape[-1])
+        chunks = self.known.new_zeros(len(rows), count, self.known.shape[-1])
         noise = self.noise.rows(rows.nonzero()[:, 0].tolist())
-        latents = draw_latents(self.model, self.hidden[rows], count, noise)
+        chunks[rows] = self.model.draw(self.hidden[rows], count, noise, self.search).transpose(0, 1)
+        return chunks
+
+
+class LatentCandidates(ModelCandidates):
+    """What the head draws as latents is decoded token by token, when asked."""
+
+    def __init__(self, model: CalmForCausalLM, search: VocabularySearch, hidden: Tensor, noise: RowNoise, count: int):
+        self.states = hidden.new_empty(len(hidden), 0, model.config.autoencoder_config.hidden_size)
+        super().__init__(model, search, hidden, noise, count)
+
+    def drawn(self, count: int, rows: Tensor) -> Tensor:
+        states = self.states.new_zeros(len(rows), count, self.states.shape[-1])
+        latents = self.model.draw_latents(self.hidden[rows], count, self.noise.rows(rows.nonzero()[:, 0].tolist()))
         states[rows] = self.model.autoencoder.decoder.chunk_states(latents.transpose(0, 1))
         self.states = torch.cat([self.states, states], dim=1)  # (B, N, d)
-        if self.uniform is not None:
-            uniform = self.uniform.new_zeros(len(rows), count, self.known.shape[-1])
-            uniform[rows] = draw_uniform(noise, self.hidden[rows], count, uniform.shape[-1]).transpose(0, 1)
-            self.uniform = torch.cat([self.uniform, uniform], dim=1)  # (B, N, K)
         return self.known.new_full((len(rows), count, self.known.shape[-1]), UNKNOWN)
 
     def decode(self, places: tuple[Tensor, ...], first: int, last: int) -> Tensor:
-        states = self.model.token_states(self.states[places], self.hidden[places[0]], first, last).flatten(0, 1)
-        if self.uniform is None:
-            found = self.search(states)
-        else:
-            found = drawn_words(states, self.search.words, self.uniform[places][:, first:last].flatten())
-        return found.unflatten(0, (-1, last - first))
+        states = self.model.autoencoder.decoder.token_states(self.states[places], first, last)
+        return self.search(states.flatten(0, 1)).unflatten(0, (-1, last - first))
 
-    def log_probabilities(self, position: int) -> Tensor:
-        """Of all candidates and words: (B, N, V)."""
-        states = self.model.token_states(self.states, self.hidden[:, None], position, position + 1)[..., 0, :]
+    def log_probabilities(self, chosen: list[Tensor]) -> Tensor:
+        """Of all candidates and words at the next position: (B, N, V)."""
+        position = len(chosen)
+        states = self.model.autoencoder.decoder.token_states(self.states, position, position + 1)[..., 0, :]
         return (states @ self.search.words.T).float().log_softmax(-1)
+
+
+def softmaxes(
+    model: CalmForCausalLM, search: VocabularySearch, hidden: Tensor, noise: RowNoise, count: int
+) -> Softmaxes:
+    """The distributions of the next tokens: of so many latents, or the one of a chain."""
+    if not isinstance(model.head, ChainHead):
+        return LatentCandidates(model, search, hidden, noise, count).log_probabilities
+    head, words = model.head, model.words
+
+    def log_probabilities(chosen: list[Tensor]) -> Tensor:
+        before = torch.stack(chosen, dim=-1) if chosen else words.new_empty(len(hidden), 0, dtype=torch.long)
+        states = head(hidden, words[before], len(chosen))  # (B, 1, d)
+        return (states @ words.T).float().log_softmax(-1)
+
+    return log_probabilities
 
 
 def next_chunks(
@@ -140,15 +162,15 @@ def next_chunks(
 ) -> Chosen:
     """A chunk behind each hidden state (B, H)."""
 
-    def draw(count: int) -> LatentCandidates:
-        return LatentCandidates(model, search, hidden, noise, count)
+    def draw(count: int) -> ModelCandidates:
+        kind = ModelCandidates if model.config.is_chain else LatentCandidates
+        return kind(model, search, hidden, noise, count)
 
     if sampling.method == "mixture":
         return _mixture(model, search, hidden, sampling, noise)
     if sampling.temperature == 1 or sampling.method == "noise":
         source = ScaledNoise(noise, sampling.temperature) if sampling.method == "noise" else noise
-        latents = draw_latents(model, hidden, 1, source)
-        chunks = model.tokens(latents, hidden, noise, search)[0]
+        chunks = model.draw(hidden, 1, source, search)[0]
         return Chosen(chunks, _sure(torch.ones_like(chunks[:, 0])))
     s = inverse(sampling.temperature)
     if sampling.method == "exact":
@@ -177,9 +199,9 @@ def _mixture(
     for first in range(0, len(hidden), at_once):
         rows = hidden[first : first + at_once]
         own = noise.rows(list(range(first, first + len(rows))))
-        pool = LatentCandidates(model, search, rows, own, count)
+        of_each = softmaxes(model, search, rows, own, count)
         uniform = draw_uniform(own, rows, 1, size)[0]
-        found = sample_mixture(pool.log_probabilities, size, sampling.cut, uniform)
+        found = sample_mixture(of_each, size, sampling.cut, uniform)
         chunks.append(found[0])
         logs.append(found[1])
     draws = torch.full((len(hidden),), count, device=hidden.device)
@@ -195,8 +217,7 @@ def _exactly(
         own = noise.rows([row])
 
         def draw(count: int, row: int = row, own: RowNoise = own) -> Tensor:
-            here = hidden[row : row + 1]
-            return model.tokens(draw_latents(model, here, count, own), here, own, search)[:, 0]
+            return model.draw(hidden[row : row + 1], count, own, search)[:, 0]
 
         chunk, cost = sample_at_temperature(draw, temperature, generator=own.generators[0])
         chunks.append(chunk)
@@ -204,14 +225,6 @@ def _exactly(
     return Chosen(
         torch.stack(chunks), Cost(*(torch.cat(parts).to(hidden.device) for parts in zip(*costs, strict=True)))
     )
-
-
-def draw_latents(model: CalmForCausalLM, hidden: Tensor, count: int, noise: RowNoise) -> Tensor:
-    """Samples of the next latent behind hidden states, checked: (..., H) → (N, ..., Z)."""
-    latents = model.head.sample(hidden, count, noise)
-    if not bool(latents.isfinite().all()):
-        raise UserError("the model's samples are not finite numbers: its weights are damaged")
-    return latents
 
 
 def _sure(draws: Tensor) -> Cost:

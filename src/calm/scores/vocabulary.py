@@ -80,10 +80,10 @@ def most_probable_words(states: Tensor, words: Tensor) -> Tensor:
 
 @torch.no_grad()
 def drawn_words(states: Tensor, words: Tensor, uniform: Tensor) -> Tensor:
-    """Words by their probability, chosen by uniform numbers: (n, d), (V, d), (n,) → (n,)."""
-    ids = torch.empty(len(states), dtype=torch.long, device=states.device)
+    """Words by their probability, chosen by uniform numbers: (n, d), (V, d), (n, m) → (n, m)."""
+    ids = torch.empty(uniform.shape, dtype=torch.long, device=states.device)
     for here, logits in _logits(states, words):
-        ids[here] = pick(logits.softmax(-1), uniform[here, None])[:, 0]
+        ids[here] = pick(logits.softmax(-1), uniform[here])
     return ids
 
 

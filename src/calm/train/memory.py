@@ -52,8 +52,9 @@ def _calm_position(model: CalmForCausalLM, checkpointing: bool) -> float:
     config = model.config
     hidden, latent = config.hidden_size, config.latent_size
     embedding = (config.chunk_size + 6) * hidden if config.model_input != "continuous" else latent
-    sample = (13 * config.num_head_layers + 6) * hidden + 6 * latent
-    if config.draws_tokens:
-        inner = config.autoencoder_config
-        sample += config.chunk_size * (_autoencoder_token(inner) + 3 * inner.vocab_size)
-    return embedding + _backbone(config.backbone_config, checkpointing) + config.num_model_samples * sample
+    if config.is_chain:
+        word, words = config.autoencoder_config.hidden_size, config.vocab_size  # a layer keeps 6 vectors of 8/3 words
+        head = config.chunk_size * ((16 * config.num_head_layers + config.chunk_size + 4) * word + 3 * words)
+    else:
+        head = config.num_model_samples * ((13 * config.num_head_layers + 6) * hidden + 6 * latent)
+    return embedding + _backbone(config.backbone_config, checkpointing) + head

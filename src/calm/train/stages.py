@@ -151,6 +151,8 @@ class LanguageModelStage(Stage):
             model.autoencoder.load_state_dict(autoencoder.state_dict())
             if pretrained is not None:
                 _take_backbone(model, pretrained)
+            if settings.words_from_autoencoder:
+                _take_words(model)
         if model.config.chunk_size != data.chunk_size:
             raise ConfigError(
                 f"data.chunk_size is {data.chunk_size}, but the model in {place} has chunks of "
@@ -163,22 +165,19 @@ class LanguageModelStage(Stage):
         return model
 
     def read(self, step: int) -> dict[str, Any]:
-        if not self.model.config.draws_tokens:
-            return super().read(step)
         number = self.config.language_model.vocabulary_sample
-        batch, whole = self.data.loader.batch_and_whole(step, whole=number is not None)
-        words = None
-        if number is not None:
-            words = sampled_words(whole.tokens, number, self.model.config.vocab_size, self.config.seed, step)
-        begun = self.config.language_model.start is not None  # what goes on has its schedule behind it
-        return {**self._share(batch), "progress": 1.0 if begun else step / self.config.train.steps, "words": words}
+        if number is None or not self.model.config.is_chain:
+            return super().read(step)
+        batch, whole = self.data.loader.batch_and_whole(step, whole=True)
+        words = sampled_words(whole.tokens, number, self.model.config.vocab_size, self.config.seed, step)
+        return {**self._share(batch), "words": words}
 
     def parts(self, share: dict[str, Any]) -> list[dict[str, Any]]:
         parts = super().parts(share)
         if "words" not in share:
             return parts
-        words = share["words"] and share["words"].to(self.among.device)
-        return [{**part, "progress": share["progress"], "words": words} for part in parts]
+        words = share["words"].to(self.among.device)
+        return [{**part, "words": words} for part in parts]
 
     def count(self, tokens: Tensor, mask: Tensor) -> Tensor:
         return count_chunks(tokens, mask, self.config.data.chunk_size)[:, 1:]
@@ -219,6 +218,8 @@ class TransformerStage(Stage):
         return evaluate_softmax(self.model, batches, reduce=self.among.add_up)
 
 
+OF_TRAINING = ("vocabulary_sample", "words_from_autoencoder")  # fields that no model knows
+
 STAGES: dict[str, type[Stage]] = {
     "autoencoder": AutoencoderStage,
     "language-model": LanguageModelStage,
@@ -247,7 +248,7 @@ def autoencoder_config(config: RunConfig, vocab_size: int, mask_id: int = 0) -> 
 
 def calm_config(settings: LanguageModel, autoencoder: ChunkAutoencoderConfig, backbone: Any = None) -> CalmConfig:
     """The model that a recipe describes; `backbone` is the config of a pretrained one."""
-    fields = settings.model_dump(exclude={"autoencoder", "start", "backbone", "vocabulary_sample"})
+    fields = settings.model_dump(exclude={"autoencoder", "start", "backbone", *OF_TRAINING})
     return CalmConfig(backbone or cast(dict, settings.backbone), autoencoder, **fields)
 
 
@@ -286,3 +287,15 @@ def _take_backbone(model: CalmForCausalLM, pretrained: PreTrainedModel) -> None:
         model.chunk_embedding.tokens.load_state_dict(pretrained.get_input_embeddings().state_dict())
     pretrained.set_input_embeddings(None)  # pyright: ignore[reportArgumentType]
     model.backbone.load_state_dict(pretrained.state_dict())
+
+
+def _take_words(model: CalmForCausalLM) -> None:
+    """Let the token embedding begin as the autoencoder's words, in its first dimensions."""
+    tokens, words = model.chunk_embedding.tokens, model.words
+    if tokens is None or tokens.embedding_dim < words.shape[1]:
+        raise ConfigError(
+            "language_model.words_from_autoencoder needs a token embedding of at least the autoencoder's "
+            f"{words.shape[1]} dimensions; make the backbone wider or leave it out"
+        )
+    with torch.no_grad():
+        tokens.weight[:, : words.shape[1]] = words
