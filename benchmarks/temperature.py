@@ -24,8 +24,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 
-def settings(candidates: list[int]) -> list[tuple[str, str, Sampling]]:
-    """(curve, point, how)."""
+def settings(candidates: list[int], chain: bool) -> list[tuple[str, str, Sampling]]:
+    """(curve, point, how); a chain needs no candidates for its mixture, and has no noise to scale."""
     largest = max(candidates)
     found = [("T = 1", "", Sampling())]
     for method in ("batch", "token"):
@@ -34,10 +34,12 @@ def settings(candidates: list[int]) -> list[tuple[str, str, Sampling]]:
             (f"{method}, N = {largest}, 1/T", str(s), Sampling(1 / s, largest, method)) for s in (1.25, 1.5, 2, 4, 6)
         ]
     few = min(64, largest)
-    found += [(f"mixture, N = {few}, T", str(t), Sampling(t, few, "mixture")) for t in (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)]
+    mixture = "mixture, T" if chain else f"mixture, N = {few}, T"
+    found += [(mixture, str(t), Sampling(t, few, "mixture")) for t in (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)]
     refilled = Sampling(1 / 3, min(200, largest), "token", refill=True)
     found += [("token, T = 1/3, N, refilled", str(refilled.num_candidates), refilled)]
-    found += [("noise scaled by", str(t), Sampling(t, method="noise")) for t in (0.5, 0.1, 0.03, 0.01)]
+    if not chain:
+        found += [("noise scaled by", str(t), Sampling(t, method="noise")) for t in (0.5, 0.1, 0.03, 0.01)]
     return found
 
 
@@ -94,7 +96,7 @@ def main() -> None:
     assert model.config.chunk_size == LONGEST
     with torch.no_grad():
         hidden = torch.cat([model.hidden_states(part)[:, -1] for part in texts.split(options.batch)])
-    for curve, point, sampling in settings(options.candidates):
+    for curve, point, sampling in settings(options.candidates, model.config.is_chain):
         samples, cost = calm_samples(model, hidden, sampling.of(model.config), options.draws, options.batch)
         tell(curve, point, samples, **cost)
     if options.transformer is not None:

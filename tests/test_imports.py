@@ -37,7 +37,7 @@ def imports_of(path: Path) -> set[str]:
             names = [node.module] if node.module != "calm" else [f"calm.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        names = [name for name in names if name != "calm.models.posterior"]  # pure tensors: for everybody
+        names = [name for name in names if name not in ("calm.models.posterior", "calm.models.layer")]  # for everybody
         found |= {name.split(".")[1] for name in names if name.startswith("calm.")}
     return found - {"__version__"}
 
