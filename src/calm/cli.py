@@ -273,7 +273,7 @@ def generate(
     ],
     prompt: Annotated[str, typer.Argument(help="What to continue; - reads it from stdin, none begins a text.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the continuation, at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="Above 0 and at most 1; lower is less surprising.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Above 0; lower is less surprising, 1 the model as it is.")] = 1.0,
     num_candidates: Annotated[
         int | None, typer.Option(min=1, help="Draws for each chunk below temperature 1: 200, of mixture 64.")
     ] = None,

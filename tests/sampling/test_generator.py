@@ -125,7 +125,9 @@ def test_a_chain_knows_its_softmaxes_at_every_temperature():
         near = 0.02 if candidates else 1e-3  # 500 candidates have not quite arrived
         assert ((found - expected).abs() < 4.5 * error + near).all(), method
     assert Sampling().of(model.config).method == "token"  # one draw
-    assert Sampling(top_p=0.9).of(model.config).method == "mixture"
+    assert Sampling(top_p=0.9).of(model.config).method == Sampling(1.5).of(model.config).method == "mixture"
+    with pytest.raises(ConfigError, match="at most 1, not 1.5"):
+        Sampling(1.5).of(make(2).config)
     with pytest.raises(ConfigError, match="no noise to scale"):
         Sampling(0.5, method="noise").of(model.config)
     with pytest.raises(ConfigError, match="top_p needs probabilities"):

@@ -72,7 +72,9 @@ class Sampling:
                 raise ConfigError(
                     f"{name} needs probabilities of tokens, which a CALM model has with the method 'mixture' only"
                 )
-        inverse(self.temperature)
+        warm = isinstance(self.temperature, int | float) and self.temperature > 1
+        if not (warm and self.method is None):  # a chain can be warmed: `of` knows
+            inverse(self.temperature)
 
     def of(self, config: CalmConfig) -> "Sampling":
         """With the method that suits a model, where none was named."""
@@ -97,7 +99,7 @@ class Sampling:
 class Chosen(NamedTuple):
     chunks: Tensor  # (B, K)
     cost: Cost
-    agreement: Tensor | None = None  # (B,): share of the candidates that are the chosen chunk
+    agreement: Tensor | None = None  # (B,): share of the candidates that are the chosen chunk, or its probability
     log_probabilities: Tensor | None = None  # (B, K): of the method "mixture"
 
 
@@ -205,7 +207,8 @@ def _mixture(
         chunks.append(found[0])
         logs.append(found[1])
     draws = torch.full((len(hidden),), count, device=hidden.device)
-    return Chosen(torch.cat(chunks), _sure(draws), log_probabilities=torch.cat(logs))
+    log_probabilities = torch.cat(logs)
+    return Chosen(torch.cat(chunks), _sure(draws), log_probabilities.sum(1).exp(), log_probabilities)
 
 
 def _exactly(
