@@ -15,7 +15,7 @@ from calm.files import TEMPORARY, write_json
 PLAN = "quickstart.json"
 STAGES = ("autoencoder", "calm", "transformer")
 SHARES = {"autoencoder": 0.17, "calm": 0.255, "transformer": 0.255}  # of the minutes; the rest is data and measures
-STEPS_A_MINUTE = {"autoencoder": 500, "calm": 487, "transformer": 197}  # of two cores, measured
+STEPS_A_MINUTE = {"autoencoder": 500, "calm": 440, "transformer": 197}  # of two cores, measured
 FEWEST_STEPS = 20
 LEAST_TEXT = 200_000  # bytes
 LEAST_TOKENS = 1_000  # of the texts that are kept back, each
