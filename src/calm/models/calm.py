@@ -190,17 +190,17 @@ class CalmForCausalLM(PreTrainedModel):
         self, hidden: Tensor, num_samples: int = 1, generator: Source = None, search: Search | None = None
     ) -> Tensor:
         """Chunks that may follow hidden states: (..., H) → (N, ..., K); `search` finds the words of a latent."""
-        if not isinstance(self.head, ChainHead):
+        if not self.config.is_chain:
             return self.autoencoder.tokens(self.draw_latents(hidden, num_samples, generator), search)
         words, size = self.words, self.config.chunk_size
         uniform = draw_uniform(generator, hidden, num_samples, size)  # (N, ..., K)
-        state = self.head(_finite(hidden), words.new_empty(*hidden.shape[:-1], 0, words.shape[1]))[..., 0, :]
+        state = self.next_state(_finite(hidden), words.new_empty(*hidden.shape[:-1], 0, dtype=torch.long))
         for_all = uniform[..., 0].flatten(1).T.contiguous()  # one state for N samples
         first = drawn_words(state.flatten(0, -2), words, for_all)
         chunks = first.T.reshape(uniform.shape[:-1])[..., None]  # (N, ..., 1)
         for k in range(1, size):
-            states = self.head(hidden, words[chunks], k).flatten(0, -2)
-            drawn = drawn_words(states, words, uniform[..., k].reshape(-1, 1))
+            states = self.next_state(hidden, chunks)
+            drawn = drawn_words(states.flatten(0, -2), words, uniform[..., k].reshape(-1, 1))
             chunks = torch.cat([chunks, drawn.view(*chunks.shape[:-1], 1)], dim=-1)
         return chunks
 
@@ -213,6 +213,11 @@ class CalmForCausalLM(PreTrainedModel):
         """Of a chain: the states of all tokens of chunks (..., K), each behind the true ones before it: (..., K, d)."""
         assert isinstance(self.head, ChainHead)
         return self.head(hidden, self.words[chunks[..., :-1]])
+
+    def next_state(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """Of a chain: the state of the token behind the first ones of a chunk (..., k): (..., d)."""
+        assert isinstance(self.head, ChainHead)
+        return self.head(hidden, self.words[before], before.shape[-1])[..., 0, :]
 
     @property
     def words(self) -> Tensor:

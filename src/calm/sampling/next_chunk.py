@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from calm.errors import ConfigError, did_you_mean
-from calm.heads import ChainHead
 from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import CalmConfig
 from calm.noise import RowNoise, ScaledNoise, draw_uniform
@@ -147,14 +146,12 @@ def softmaxes(
     model: CalmForCausalLM, search: VocabularySearch, hidden: Tensor, noise: RowNoise, count: int
 ) -> Softmaxes:
     """The distributions of the next tokens: of so many latents, or the one of a chain."""
-    if not isinstance(model.head, ChainHead):
+    if not model.config.is_chain:
         return LatentCandidates(model, search, hidden, noise, count).log_probabilities
-    head, words = model.head, model.words
 
     def log_probabilities(chosen: list[Tensor]) -> Tensor:
-        before = torch.stack(chosen, dim=-1) if chosen else words.new_empty(len(hidden), 0, dtype=torch.long)
-        states = head(hidden, words[before], len(chosen))  # (B, 1, d)
-        return (states @ words.T).float().log_softmax(-1)
+        before = torch.stack(chosen, dim=-1) if chosen else torch.empty(len(hidden), 0).to(hidden.device, torch.long)
+        return (model.next_state(hidden, before) @ model.words.T).float().log_softmax(-1)[:, None]  # (B, 1, V)
 
     return log_probabilities
 
