@@ -11,7 +11,7 @@ PACKAGE = Path(calm.__file__).parent
 
 # Each part may import those before it. `errors`, `files`, `noise` and `processes` belong to everybody.
 ORDER = [
-    {"errors", "noise", "processes", "_auto"},
+    {"errors", "noise", "processes", "screen", "pages", "_auto"},
     {"files"},
     {"data", "scores"},
     {"models", "heads"},
@@ -21,7 +21,7 @@ ORDER = [
     {"serve", "paper"},
     {"quickstart"},
     {"console"},
-    {"evaluate_command"},
+    {"evaluate_command", "reproduce_command"},
     {"cli"},
     {"__main__"},
 ]

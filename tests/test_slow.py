@@ -73,3 +73,14 @@ def test_wikipedia_comes_back_letter_for_letter(run, shared, folder):
             first, last = stream.document_range(number)
             assert data.tokenizer.decode(stream[first:last].tolist()) == json.loads(line)["text"]
     assert number + 1 == len(stream.document_lengths)
+
+
+def test_the_paper_at_toy_scale(calm, folder):
+    """Every experiment from nothing, and again, when nothing is left to do."""
+    for most_seconds in (1800, 60):
+        done = calm("reproduce", "all", "--scale", "toy", "--json", cwd=folder, timeout=most_seconds)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert len(json.loads(done.stdout)) == 15
+    made = folder / "reproduction" / "toy"
+    assert len(list(made.glob("*.png"))) == len(list(made.glob("*.md"))) == 15
+    assert "step 1/" not in done.stderr

@@ -94,7 +94,7 @@ def quickstart(
     from calm.quickstart.run import quickstart as run
 
     logging.disable_progress_bar()
-    results = run(plan, output, console.QuickstartScreen())
+    results = run(plan, output, console.StageScreen())
     if as_json:
         console.print_json(results)
         return
@@ -390,6 +390,37 @@ def cost(
     else:
         for table in console.cost_tables(costs, TABLE_1):
             console.stdout.print(table)
+
+
+@app.command(epilog="Example: calm reproduce alpha --scale toy")
+def reproduce(
+    name: Annotated[str, typer.Argument(help="An experiment of the paper, or all; 'list' names them.")],
+    scale: Annotated[
+        str, typer.Option(help="toy (minutes), laptop (hours), enwik8 (days) or paper (a cluster).")
+    ] = "toy",
+    chunk_size: Annotated[int, typer.Option(help="K of the experiments that do not vary it.")] = 4,
+    output: Annotated[Path | None, typer.Option(help="By default reproduction/SCALE.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Text made by calm prepare; by default the embedded one, or the scale's.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was interrupted.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the trainings as commands, and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print numbers and answers as JSON.")] = False,
+) -> None:
+    """Repeat the paper's tables and figures: train what is missing, measure, compare with what the paper found.
+
+    What was measured once is never trained again. Many processes: torchrun ... -m calm reproduce NAME.
+    """
+    from transformers.utils import logging
+
+    from calm import reproduce_command
+    from calm.paper.scales import scale_of
+
+    logging.disable_progress_bar()
+    if name == "list":
+        reproduce_command.show_names()
+        return
+    reproduce_command.reproduce(name, scale_of(scale, chunk_size), output, data, resume, plan, as_json)
 
 
 @app.command(

@@ -302,8 +302,8 @@ def collected_texts(pieces: Iterable["Piece"], count: int) -> dict[str, Any]:
     return {"texts": texts}
 
 
-class QuickstartScreen:
-    """What a quickstart shows on stderr: a line a stage, and below it the stage's own bar."""
+class StageScreen:
+    """What long work shows on stderr: a line a stage, and below it the stage's own bar."""
 
     preparation = staticmethod(preparation_progress)
     training = staticmethod(training_progress)
@@ -312,6 +312,24 @@ class QuickstartScreen:
 
     def stage(self, number: int, total: int, title: str, note: str) -> None:
         stderr.print(f"[bold]\\[{number}/{total}] {escape(title)}[/] [dim]{escape(note)}[/]", soft_wrap=True)
+
+
+class SilentScreen:
+    """What the other processes show."""
+
+    @contextmanager
+    def preparation(self) -> Iterator[Callable[..., None]]:
+        yield lambda *_: None
+
+    evaluation = preparation
+
+    @contextmanager
+    def training(self, steps: int) -> Iterator[Callable[..., None]]:
+        yield lambda *_: None
+
+    def stage(self, number: int, total: int, title: str, note: str) -> None: ...
+
+    def warn(self, message: str) -> None: ...
 
 
 def show_samples(samples: list[dict[str, Any]]) -> None:

@@ -56,9 +56,15 @@ class Processes:
         return box[0]
 
 
+_joined: list[Processes] = []  # while this process is among others
+
+
 @contextmanager
 def processes() -> Iterator[Processes]:
-    """Join the others that torchrun has started, if it has."""
+    """Join the others that torchrun has started, if it has; who has joined already stays with them."""
+    if _joined:
+        yield _joined[0]
+        return
     cuda = torch.cuda.is_available()
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
@@ -70,8 +76,10 @@ def processes() -> Iterator[Processes]:
     dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo")
     try:
         groups = (dist.new_group(backend="gloo", timeout=timedelta(hours=1)) for _ in ("control", "saving"))
-        yield Processes(rank, size, device, *groups)
+        _joined.append(Processes(rank, size, device, *groups))
+        yield _joined[0]
     finally:
+        _joined.clear()
         dist.destroy_process_group()
 
 

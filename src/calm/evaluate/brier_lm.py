@@ -72,6 +72,16 @@ class BrierLM:
                 self.sums[name] = self.sums.get(name, 0.0) + total
         return self
 
+    def as_json(self) -> dict[str, list[float]]:
+        """The sums, for a file."""
+        return {str(name): [round(float(part), 6) for part in total] for name, total in sorted(self.sums.items())}
+
+    @classmethod
+    def from_json(cls, sums: dict[str, list[float]]) -> "BrierLM":
+        found = cls()
+        found.sums = {int(name): np.array(total) for name, total in sums.items()}
+        return found
+
     @property
     def positions(self) -> int:
         return int(sum(total[0] for total in self.sums.values()))

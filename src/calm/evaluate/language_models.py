@@ -37,6 +37,8 @@ class Options:
     seed: int = 0
     num_latents: int = 0  # of the mixture that bounds a CALM model's likelihood; 0: no bound
     most_tokens: int | None = None  # of the text: documents behind so many are left out
+    stride: int = 1  # shared starts are multiples of this, too: so that runs of their own have the same positions
+    keep_sums: bool = False  # tell the sums of each document, too: paired comparisons can be made from them later
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def evaluate_language_models(
     if len({directory.resolve() for directory in directories}) < len(directories):
         raise ConfigError("a model cannot be compared with itself: a directory is named twice")
     contenders = [Contender(directory, name) for directory, name in zip(directories, _names(directories), strict=True)]
-    unit = math.lcm(*(contender.chunk_size for contender in contenders))
+    unit = math.lcm(options.stride, *(contender.chunk_size for contender in contenders))
     length = _length(contenders, unit, options.context)
     tokenizers = [load_tokenizer(str(directory)) for directory in directories]
     if len({tokenizer.sha256 for tokenizer in tokenizers}) > 1:
@@ -201,8 +203,10 @@ def _answer(
     }
     for contender in contenders:
         each = found[contender.name]
-        measures = {"chunk_size": contender.chunk_size if contender.is_calm else None}
+        measures: dict[str, Any] = {"chunk_size": contender.chunk_size if contender.is_calm else None}
         measures |= _plain(each.brier.compute(options.seed))
+        if options.keep_sums:
+            measures["sums"] = each.brier.as_json()
         if each.likelihood.tokens:
             likelihood = likelihood_measures(each.likelihood, text.tokens or 0, text.bytes)
             bound = "_bound" if contender.is_calm and not contender.config.is_chain else ""

@@ -20,6 +20,7 @@ from calm.sampling.vocabulary import search_of
 from calm.scores.brier import LONGEST, accuracy_and_collision
 
 CONTEXT = 128  # tokens before a position
+REDRAWS = 200  # of the positions, for the error of a geometric mean
 
 
 def windows(data: Path, positions: int, split: str = "validation") -> tuple[Tensor, Tensor]:
@@ -33,13 +34,21 @@ def windows(data: Path, positions: int, split: str = "validation") -> tuple[Tens
 def measure(samples: Tensor, targets: Tensor) -> dict[str, Any]:
     """Samples (S, P, 4) → accuracy and collision of 1- to 4-grams in percent, with standard errors over positions."""
     accuracy, collision = accuracy_and_collision(samples, targets)  # (P, 4) each
+    generator = torch.Generator().manual_seed(0)
+    places = [torch.randint(len(accuracy), (len(accuracy),), generator=generator) for _ in range(REDRAWS)]
     found: dict[str, Any] = {}
     for name, values in (("accuracy", accuracy), ("collision", collision)):
         mean = 100 * values.double().mean(0)
         found[name] = mean.tolist()
         found[f"{name}_error"] = (100 * values.double().std(0) / len(values) ** 0.5).tolist()
-        found[f"{name}_geometric"] = float(mean.clamp(min=0).prod() ** (1 / LONGEST))
+        found[f"{name}_geometric"] = _geometric(mean)
+        redrawn = [_geometric(100 * values.double()[rows].mean(0)) for rows in places]
+        found[f"{name}_geometric_error"] = float(torch.tensor(redrawn).std())
     return found
+
+
+def _geometric(means: Tensor) -> float:
+    return float(means.clamp(min=0).prod() ** (1 / LONGEST))
 
 
 @torch.no_grad()

@@ -27,11 +27,13 @@ from calm.models.autoencoder import ChunkAutoencoder
 from calm.models.backbone import build_transformer
 from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import make_backbone_config
+from calm.sampling.vocabulary import SCREENED, SMALL
 from calm.train.memory import training_memory
 from calm.train.stages import autoencoder_config, calm_config
 
 PAPER_VOCABULARY = 128_257
 FORWARD_AND_BACKWARD = 3
+LOOKED_AT = 0.1  # of the vocabulary's pages, where a search leaves them: measured, docs/experiments.md
 
 TABLE_1 = {  # parameters, training FLOPs, inference FLOPs a token
     "paper-transformer-s": (281e6, 6.6e20, 4.4e8),
@@ -64,6 +66,7 @@ class Cost:
     peak_memory: float = 0.0  # bytes of one process in training
     candidates: int = 1  # of a chunk, at low temperature: what the paper leaves out
     inference_flops_per_token_with_candidates: float | None = None
+    inference_flops_per_token_with_search: float | None = None  # the same, words found by bounds
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -178,10 +181,20 @@ def _calm_cost(name: str, config: RunConfig, context: int, candidates: int, mode
     cost = _sum(name, config, model, parts)
     cost.train_flops += _autoencoder_training(config, model.config.vocab_size)
     candidates = 1 if model.config.is_chain else candidates  # it needs no others at any temperature
-    more = (candidates - 1) * (evaluations * sample + decoder + projection) / size
-    cost.inference_flops_per_token_with_candidates = cost.inference_flops_per_token + more
+    before = cost.inference_flops_per_token - projection / size
+    more = before + (candidates - 1) * (evaluations * sample + decoder) / size
+    cost.inference_flops_per_token_with_candidates = more + candidates * projection / size
+    cost.inference_flops_per_token_with_search = more + candidates * projection * _searched(model) / size
     cost.candidates = candidates
     return cost
+
+
+def _searched(model: CalmForCausalLM) -> float:
+    """The share of a vocabulary projection that an exact search for the most probable word computes."""
+    words, width = model.config.vocab_size, model.config.autoencoder_config.hidden_size
+    if words <= SMALL or model.config.is_chain:  # read whole; a chain needs every word's probability
+        return 1.0
+    return (width // SCREENED + 1) / width + LOOKED_AT
 
 
 def _share_of_words(config: RunConfig, vocabulary: int) -> float:

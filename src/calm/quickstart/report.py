@@ -1,31 +1,24 @@
 """The report of a quickstart: one HTML file with everything in it, pictures included."""
 
-import base64
 from html import escape
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from calm.config import CONFIG_FILE
+from calm.pages import image, page, table
 from calm.quickstart import figures
 from calm.quickstart.plan import model_of
 from calm.scores.brier import LONGEST
 
 STYLE = """
-:root { color-scheme: light dark; --soft: #8884; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { margin-bottom: 0; } h2 { margin-top: 2.2rem; border-bottom: 1px solid var(--soft); }
-table { border-collapse: collapse; } td, th { padding: .25rem .9rem; border-bottom: 1px solid var(--soft); }
-td { text-align: right; } td:first-child, th:first-child { text-align: left; }
-img { max-width: 100%; background: white; border-radius: .4rem; }
 .row { display: flex; flex-wrap: wrap; gap: 1rem; align-items: flex-start; margin: 1rem 0; }
 .row > * { flex: 1 1 24rem; min-width: 0; }
 .text { border: 1px solid var(--soft); border-radius: .4rem; padding: .6rem .8rem; white-space: pre-wrap; }
-.prompt { font-weight: 600; } .note { color: #888; font-size: .9rem; }
+.prompt { font-weight: 600; }
 mark { color: #111; padding: .1rem 0; border-radius: .15rem; }
 mark:nth-of-type(4n+1) { background: #a5d8ff; } mark:nth-of-type(4n+2) { background: #ffec99; }
 mark:nth-of-type(4n+3) { background: #b2f2bb; } mark:nth-of-type(4n+4) { background: #eebefa; }
-pre { background: var(--soft); padding: .6rem .8rem; border-radius: .4rem; overflow-x: auto; }
 """
 
 
@@ -36,10 +29,7 @@ def make_report(results: dict[str, Any], output: Path) -> str:
     text = "the embedded King James text" if plan["data"] == ["embedded"] else ", ".join(plan["data"])
     calm, baseline = (scores["models"][name] for name in ("calm", "transformer"))
     first = [model["brier_1"]["value"] for model in (calm, baseline)]
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>calm quickstart</title><style>{STYLE}</style></head><body>
-<h1>calm quickstart</h1>
+    body = f"""<h1>calm quickstart</h1>
 <p class="note">{escape(text)} · {plan["minutes"]:g} minutes planned · seed {plan["seed"]}</p>
 <p>An autoencoder learnt to turn 4 tokens into one vector and back. A language model learnt to predict the next
 chunk of 4 tokens in one step of its backbone, in the space of the autoencoder's words (the chain head); a standard
@@ -48,8 +38,8 @@ Transformer with the same backbone learnt to predict the next token, for about t
 {steps:,} steps, came before). On test text Brier-1 is {first[0]:.2f} for CALM and {first[1]:.2f} for the
 Transformer.</p>
 <h2>Learning</h2>
-<div class="row">{_image(figures.learning_curves(output), "Brier-1 over minutes of training")}
-{_image(figures.reconstruction(results["reconstruction"], output), "Reconstruction under noise")}</div>
+<div class="row">{image(figures.learning_curves(output), "Brier-1 over minutes of training")}
+{image(figures.reconstruction(results["reconstruction"], output), "Reconstruction under noise")}</div>
 <p class="note">Left: Brier-1 on validation text. Right: the autoencoder gives back
 {results["reconstruction"]["token_accuracy"]:.2%} of the tokens under its own noise; further right there is
 more noise.</p>
@@ -57,9 +47,9 @@ more noise.</p>
 <p>Higher is better; 0 is a model that knows nothing, 100 one that knows everything. Brier-n takes n tokens as one
 outcome.</p>
 {_scores(scores)}
-{_image(figures.scores(scores, output), "Brier scores with intervals")}
+{image(figures.scores(scores, output), "Brier scores with intervals")}
 <h2>Temperature</h2>
-{_image(figures.tradeoff(results["tradeoff"]), "Accuracy over collision")}
+{image(figures.tradeoff(results["tradeoff"]), "Accuracy over collision")}
 <p class="note">A lower temperature makes samples more often right and less diverse. {len(results["tradeoff"]) // 2}
 temperatures, first token of a chunk, error bars of one standard error.</p>
 <h2>Samples</h2>
@@ -68,9 +58,8 @@ temperatures, first token of a chunk, error bars of one standard error.</p>
 <h2>Cost</h2>
 {_costs(results["costs"])}
 <h2>Next</h2>
-<pre>{escape(next_commands(output))}</pre>
-</body></html>
-"""
+<pre>{escape(next_commands(output))}</pre>"""
+    return page("calm quickstart", body, STYLE)
 
 
 def next_commands(output: Path) -> str:
@@ -84,20 +73,10 @@ def next_commands(output: Path) -> str:
     )
 
 
-def _image(png: bytes, description: str) -> str:
-    return f'<img alt="{escape(description)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
-    lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
-
-
 def _scores(answer: dict[str, Any]) -> str:
     names = {f"brier_{n}": f"Brier-{n}" for n in range(1, LONGEST + 1)} | {"brier_lm": "BrierLM"}
     rows = [[title, *(_score(model[name]) for model in answer["models"].values())] for name, title in names.items()]
-    return _table(["percent, with 95% interval", *answer["models"]], rows)
+    return table(["percent, with 95% interval", *answer["models"]], rows)
 
 
 def _score(score: dict[str, Any]) -> str:
@@ -125,4 +104,4 @@ def _costs(costs: list[dict[str, Any]]) -> str:
         ]
         for cost in costs
     ]
-    return _table(["", "parameters", "training FLOPs", "FLOPs a generated token"], rows)
+    return table(["", "parameters", "training FLOPs", "FLOPs a generated token"], rows)

@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from calm.config import RunConfig
 from calm.data.prepare import prepare
@@ -14,6 +13,7 @@ from calm.processes import processes
 from calm.quickstart import measures
 from calm.quickstart.plan import LEAST_TOKENS, STAGES, Plan, keep_plan, model_of
 from calm.quickstart.report import make_report
+from calm.screen import Screen
 from calm.train.loop import TrainingStopped, train
 
 TITLES = {
@@ -22,20 +22,6 @@ TITLES = {
     "transformer": "Transformer baseline, for the same time",
 }
 REPORT = "report.html"
-
-
-class Screen(Protocol):
-    """What a quickstart tells while it runs."""
-
-    def stage(self, number: int, total: int, title: str, note: str) -> None: ...
-
-    def preparation(self) -> AbstractContextManager[Callable[[Any], None]]: ...
-
-    def training(self, steps: int) -> AbstractContextManager[Callable[[Any], None]]: ...
-
-    def evaluation(self) -> AbstractContextManager[Callable[[str, int, int | None], None]]: ...
-
-    def warn(self, message: str) -> None: ...
 
 
 def quickstart(plan: Plan, output: Path, screen: Screen) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from calm.scores.vocabulary import most_probable_words
 PAGE = 1024  # words
 SHEET = 2**20  # bounds computed at once: what fits a cache
 SMALL = 2**14  # a vocabulary that is as quickly read as searched
+SCREENED = 4  # one direction in so many bounds the words, by default
 ENOUGH = 2048  # states, to know their directions
 MOST_STATES = 1024  # searched for at once
 ROUNDING = 1e-5  # of |w|·|g|: more than what fp32 can be off
@@ -69,7 +70,7 @@ class VocabularySearch:
         self.full = _read_whole(words)
         if self.full:
             return
-        self.kept, self.caution = directions or words.shape[1] // 4, caution
+        self.kept, self.caution = directions or words.shape[1] // SCREENED, caution
         lengths = words.norm(dim=1)
         self.order = lengths.argsort(descending=True)
         self.lengths = lengths[self.order][::PAGE]  # of each page's longest word

@@ -1,0 +1,70 @@
+"""Accuracy and diversity by the number of candidates and by temperature (Algorithm 2)."""
+
+from calm.paper.experiment import Experiment, Figure, Known, Row
+from calm.paper.measures import tradeoff
+from calm.paper.scales import Scale
+from calm.paper.values import NO, OPEN, YES, Line, Table, Verdict
+
+PLANE = {"accuracy": "accuracy (%)", "collision": "collision (%)"}
+FIRST = {"accuracy_1": "accuracy, first token", "collision_1": "collision, first token"}
+BY_CANDIDATES = "T = 1/3, candidates N"
+
+
+def by_candidates(scale: Scale) -> list[Row]:
+    run = scale.calm()
+    return [Row(f"T = 1/3, N = {n}", (tradeoff(run, scale, 1 / 3, n),), {}, BY_CANDIDATES, n) for n in scale.candidates]
+
+
+def rows(scale: Scale, known: Known) -> list[Row]:
+    fixed = scale.candidates[-2]
+    by_temperature = [
+        Row(
+            f"T = 1/{n}, N = {fixed:,} ",
+            (tradeoff(scale.calm(), scale, 1 / n, fixed),),
+            {},
+            f"N = {fixed}, temperature 1/n",
+            n,
+        )
+        for n in (2, 3, 4, 5, 6)
+    ]
+    return by_candidates(scale) + by_temperature
+
+
+def claims(table: Table) -> list[Verdict]:
+    candidates, temperatures = (
+        table.series(name) for name in dict.fromkeys(line.row.series for line in table.lines.values())
+    )
+    rise = [
+        _rise("more candidates make it more accurate", candidates),
+        _rise("and less diverse", candidates, "collision"),
+    ]
+    spans = [_span(lines) for lines in (candidates, temperatures)]
+    numbers = f"collision spans {spans[0]:.2f} points by N and {spans[1]:.2f} by T"
+    return [*rise, Verdict("N covers more of the plane than T", YES if spans[0] > spans[1] else NO, numbers)]
+
+
+def _rise(claim: str, lines: list[Line], column: str = "accuracy") -> Verdict:
+    """Whether the last point of a curve is above the first, their intervals apart."""
+    first, last = (lines[end].values[column].ends for end in (0, -1))
+    shown = [f"{value:.2f} ({low:.2f} to {high:.2f})" for low, value, high in (first, last)]
+    answer = YES if last[0] > first[2] else NO if last[2] < first[0] else OPEN
+    return Verdict(claim, answer, f"{column} {shown[0]} → {shown[1]}")
+
+
+def _span(lines: list[Line]) -> float:
+    values = [line.values["collision"].ends[1] for line in lines]
+    return max(values) - min(values)
+
+
+EXPERIMENT = Experiment(
+    "temperature-tradeoff",
+    "Candidates and temperature",
+    "figure “The accuracy-diversity trade-off”",
+    "More candidates and lower temperatures are more accurate and less diverse; candidates cover more of the range.",
+    rows,
+    PLANE | FIRST,
+    Figure("collision (percent): less is more diverse", {"accuracy": "accuracy (percent)"}, over="collision"),
+    claims,
+    chunk_sizes=(4,),
+    note="Geometric means over 1- to 4-grams, as in the paper; Algorithm 2 over whole chunks.",
+)

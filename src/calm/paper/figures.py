@@ -1,0 +1,99 @@
+"""The figure of an experiment, in one style for all: a panel a measure, 95% intervals, a colour a series."""
+
+import io
+from typing import Any
+
+from calm.paper.values import Line, Table
+
+STYLE: Any = {
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.titlesize": 12,
+    "legend.frameon": False,
+    "lines.markersize": 5,
+    "savefig.dpi": 150,
+}
+COLOURS = ("#1f5fa8", "#e07b00", "#2a8c4a", "#b03a8c", "#6b6b6b", "#00a0a8")
+MARKERS = "os^Dvp"
+
+
+def draw(table: Table) -> bytes:
+    """A PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure = table.experiment.figure
+    with pyplot.rc_context(STYLE):
+        size = (6.4 * len(figure.panels), 4.4)
+        page, axes = pyplot.subplots(1, len(figure.panels), figsize=size, layout="constrained", squeeze=False)
+        for axis, (column, label) in zip(axes[0], figure.panels.items(), strict=True):
+            if figure.x:
+                _curves(axis, table, column)
+            else:
+                _side_by_side(axis, table, column)
+            axis.set_ylabel(label)
+        page.suptitle(table.experiment.title)
+        content = io.BytesIO()
+        page.savefig(content, format="png")
+        pyplot.close(page)
+    return content.getvalue()
+
+
+def _curves(axis: Any, table: Table, column: str) -> None:
+    figure = table.experiment.figure
+    every = [line for line in table.lines.values() if _place(line, figure.over) is not None]
+    for number, series in enumerate(dict.fromkeys(line.row.series for line in every)):
+        mine = [line for line in every if line.row.series == series and _known(line, column)]
+        if not mine:
+            continue
+        places = [_place(line, figure.over) for line in mine]
+        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+        joined = "-" if len(mine) > 1 else ""
+        axis.errorbar(places, *_values(mine, column), linestyle=joined, capsize=3, label=series, **style)
+        if figure.over is not None and figure.named:
+            for line, place in zip(mine, places, strict=True):
+                text = f"{line.row.x:g}" if line.row.x is not None else line.row.label.removeprefix(f"{series}, ")
+                at = place, line.values[column].value
+                axis.annotate(text, at, textcoords="offset points", xytext=(5, -12), fontsize=8, color=style["color"])
+    axis.set_xlabel(figure.x)
+    if figure.log_x:
+        axis.set_xscale("log")
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend()
+    else:
+        _nothing(axis)
+
+
+def _side_by_side(axis: Any, table: Table, column: str) -> None:
+    lines = [line for line in table.lines.values() if _known(line, column)]
+    if not lines:
+        _nothing(axis)
+    axis.errorbar(range(len(lines)), *_values(lines, column), fmt="o", capsize=4, color=COLOURS[0])
+    axis.set_xticks(range(len(lines)), [line.row.label for line in lines], rotation=25, ha="right")
+    axis.margins(x=0.1)
+
+
+def _nothing(axis: Any) -> None:
+    axis.text(0.5, 0.5, "no model has this score: a part of it is not above 0", ha="center", transform=axis.transAxes)
+
+
+def _known(line: Line, column: str) -> bool:
+    return column in line.values and line.values[column].value is not None
+
+
+def _place(line: Line, over: str | None) -> float | None:
+    return line.row.x if over is None else line.values[over].value if over in line.values else None
+
+
+def _values(lines: list[Line], column: str) -> tuple[list[float], list[list[float]]]:
+    """Heights, and how far the intervals reach down and up; an end that is unknown is not drawn."""
+    values = [line.values[column] for line in lines]
+    heights = [float(v.value or 0) for v in values]
+    down = [max(0.0, h - v.low) if v.low is not None else 0.0 for v, h in zip(values, heights, strict=True)]
+    up = [max(0.0, v.high - h) if v.high is not None else 0.0 for v, h in zip(values, heights, strict=True)]
+    return heights, [down, up]

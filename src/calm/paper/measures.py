@@ -1,0 +1,179 @@
+"""What experiments take from a run: scores on text it has not seen, reconstruction, a point of the accuracy-diversity
+plane, the time of a training step, or the cost by formula. Answers are plain objects, which results.json keeps.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from calm.config import RunConfig
+from calm.evaluate.language_models import Options, evaluate_language_models
+from calm.evaluate.report import evaluate_autoencoder
+from calm.evaluate.tradeoff import calm_samples, measure, softmax_samples, windows
+from calm.models.loading import load_calm, load_softmax
+from calm.paper.cost import cost_of
+from calm.paper.runs import Run, digest
+from calm.paper.scales import Scale
+from calm.processes import Processes
+from calm.sampling.next_chunk import Sampling
+from calm.train.optimizer import adamw
+from calm.train.stages import STAGES
+
+DRAWS, TOGETHER = 4, 50  # of the accuracy-diversity plane: choices at a position, positions at once
+TIMED_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One thing to measure of one run."""
+
+    kind: str  # a key of TAKE
+    run: Run
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def key(self, text: str) -> str:
+        return digest([self.kind, self.run.key(text), sorted(self.options)])
+
+    def of(self, seed: int) -> "Measure":
+        return Measure(self.kind, self.run.of(seed), self.options)
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether it is repeated with every seed; what has error bars of its own, or none, is not."""
+        return self.kind == "scores"
+
+    @property
+    def runs(self) -> list[Run]:
+        """Those that must be trained before, in this order."""
+        below = [self.run.autoencoder] if self.run.autoencoder is not None else []
+        return {"cost": [], "step-time": below}.get(self.kind, [*below, self.run])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where things are when a measure is taken."""
+
+    config: RunConfig
+    model: Path
+    data: Path
+    among: Processes
+    report: Callable[[str, int, int | None], None]
+
+
+def scores(run: Run, scale: Scale, *, stride: int | None = None, **changes: Any) -> Measure:
+    """BrierLM with the sums of every document; `changes` are fields of the model's config that matter in sampling."""
+    options = {
+        "split": scale.split,
+        "samples": scale.samples,
+        "context": scale.context,
+        "most_tokens": scale.most_tokens,
+        "stride": stride or scale.chunk_size,
+    }
+    return Measure("scores", run, tuple({**options, **changes}.items()))
+
+
+def reconstruction(run: Run, scale: Scale) -> Measure:
+    return Measure("reconstruction", run, (("split", scale.split),))
+
+
+def tradeoff(run: Run, scale: Scale, temperature: float, candidates: int | None = None) -> Measure:
+    """Accuracy and collision by Algorithm 2; of a Transformer by its softmax."""
+    options = {"split": scale.split, "positions": scale.positions, "temperature": temperature, "candidates": candidates}
+    return Measure("tradeoff", run, tuple(options.items()))
+
+
+def step_time(run: Run) -> Measure:
+    return Measure("step-time", run)
+
+
+def cost(run: Run, candidates: int = 1) -> Measure:
+    return Measure("cost", run, (("candidates", candidates),))
+
+
+def _scores(
+    place: Place, split: str, samples: int, context: int | None, most_tokens: int | None, stride: int, **changes: Any
+) -> dict[str, Any]:
+    options = Options(samples, context=context, most_tokens=most_tokens, stride=stride, keep_sums=True)
+    with tempfile.TemporaryDirectory() as aside:
+        model = _changed(place, changes, Path(aside)) if changes else place.model
+        answer = evaluate_language_models([model], place.data, split, options, place.among, place.report)
+    (found,) = answer["models"].values()
+    return {name: found[name] for name in ("sums", "cross_entropy") if name in found}
+
+
+def _changed(place: Place, changes: dict[str, Any], aside: Path) -> Path:
+    """The same model with other values in its config.json."""
+    for path in place.model.resolve().iterdir():
+        if path.name != "config.json":
+            (aside / path.name).symlink_to(path)
+    config = json.loads((place.model / "config.json").read_bytes())
+    (aside / "config.json").write_text(json.dumps(config | changes))
+    return aside
+
+
+def _reconstruction(place: Place, split: str) -> dict[str, Any]:
+    found = evaluate_autoencoder(place.model, place.data, split)
+    names = ("token_accuracy", "chunk_accuracy", "mean_sigma", "collapsed_dimensions", "latent_size", "tokens")
+    return {name: found[name] for name in names}
+
+
+@torch.no_grad()
+def _tradeoff(place: Place, split: str, positions: int, temperature: float, candidates: int | None) -> dict[str, Any]:
+    texts, targets = windows(place.data, positions, split)
+    if place.config.stage == "transformer":
+        model: Any = load_softmax(place.model).eval()
+        return measure(softmax_samples(model, texts, temperature, 2 * DRAWS, TOGETHER), targets)
+    model = load_calm(place.model).eval()
+    hidden = torch.cat([model.hidden_states(part)[:, -1] for part in texts.split(TOGETHER)])
+    how = Sampling(temperature, candidates, "batch") if candidates not in (None, 1) else Sampling()
+    samples, spent = calm_samples(model, hidden, how.of(model.config), DRAWS, TOGETHER)
+    return measure(samples, targets) | spent
+
+
+def _step_time(place: Place) -> dict[str, Any]:
+    """Seconds of processor time of a training step, the median of a few: other programs do not count."""
+    torch.manual_seed(place.config.seed)
+    stage = STAGES[place.config.stage](place.config, place.among)
+    settings, model = place.config.optimizer, stage.model.train()
+    optimizer = adamw(model, settings.betas, settings.eps, settings.weight_decay)
+    seconds = []
+    for step in range(TIMED_STEPS):
+        share, began = stage.read(step), time.process_time()
+        for part in stage.parts(share):
+            model(**part).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.process_time() - began)
+    return {"step_seconds": statistics.median(seconds[1:])}
+
+
+def _cost(place: Place, candidates: int) -> dict[str, Any]:
+    context = place.config.data.sequence_length // place.config.data.chunk_size
+    found = cost_of("", place.config, context, candidates)
+    return {
+        "parameters": found.parameters,
+        "train_flops": found.train_flops,
+        "inference_flops": found.inference_flops_per_token,
+        "inference_flops_with_candidates": found.inference_flops_per_token_with_candidates,
+        "inference_flops_with_search": found.inference_flops_per_token_with_search,
+    }
+
+
+TAKE: dict[str, Callable[..., dict[str, Any]]] = {
+    "scores": _scores,
+    "reconstruction": _reconstruction,
+    "tradeoff": _tradeoff,
+    "step-time": _step_time,
+    "cost": _cost,
+}
+
+
+def take(wanted: Measure, place: Place) -> dict[str, Any]:
+    return TAKE[wanted.kind](place, **dict(wanted.options))

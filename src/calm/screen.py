@@ -1,0 +1,17 @@
+"""What long work tells while it runs; the console shows it, tests listen."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+
+class Screen(Protocol):
+    def stage(self, number: int, total: int, title: str, note: str) -> None: ...
+
+    def preparation(self) -> AbstractContextManager[Callable[[Any], None]]: ...
+
+    def training(self, steps: int) -> AbstractContextManager[Callable[[Any], None]]: ...
+
+    def evaluation(self) -> AbstractContextManager[Callable[[str, int, int | None], None]]: ...
+
+    def warn(self, message: str) -> None: ...

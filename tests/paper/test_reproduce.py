@@ -1,0 +1,237 @@
+"""From a name to a report: trained once, continued, never repeated; and what cannot work, told in one sentence."""
+
+import errno
+import json
+import re
+import shutil
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from safetensors.torch import load_file
+
+from calm import __version__
+from calm.errors import UserError
+from calm.evaluate.brier_lm import BrierLM
+from calm.files import claimed
+from calm.paper import reproduce as module
+from calm.paper.experiments import EXPERIMENTS
+from calm.paper.measures import scores
+from calm.paper.report import write_experiment, write_report
+from calm.paper.reproduce import reproduction
+from calm.paper.scales import SCALES
+from calm.train.loop import TrainingStopped
+
+TOY = SCALES["toy"]
+INPUT = EXPERIMENTS["model-input"]
+
+
+class Quiet:
+    def __init__(self):
+        self.stages = []
+
+    @contextmanager
+    def preparation(self):
+        yield lambda *_: None
+
+    evaluation = preparation
+
+    @contextmanager
+    def training(self, steps):
+        yield lambda *_: None
+
+    def stage(self, number, total, title, note):
+        self.stages.append(note)
+
+    def warn(self, message): ...
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A directory with one experiment in it."""
+    output = tmp_path_factory.mktemp("reproduction") / "toy"
+    with reproduction(TOY, output, Quiet()) as found:
+        found.run(INPUT)
+        assert write_experiment(found, INPUT)
+        write_report(found)
+    return output
+
+
+@pytest.fixture
+def copy(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "toy")
+
+
+def test_what_it_leaves(made):
+    kept = json.loads((made / "results.json").read_text())
+    assert kept["scale"] == "toy"
+    rows = kept["experiments"]["model-input"]["rows"]
+    assert [row["label"] for row in rows] == ["discrete", "continuous", "both"]
+    for row in rows:
+        assert set(row["values"]["brier_1"]) == {"value", "low", "high", "by_seed"}
+    assert str(made) not in (made / "results.json").read_text()  # it may be kept in a repository
+    assert "21.81" in (made / "model-input.md").read_text()  # the paper's, beside ours
+    report = (made / "report.html").read_text()
+    for part in ("calm train characters-calm", "model_input", "data:image/png", __version__):
+        assert part in report, part
+    assert "http" not in re.sub(r"data:image/png[^\"]*", "", report)  # nothing from outside
+
+
+def test_the_scores_are_those_of_calm_evaluate(copy, calm):
+    scale, run = replace(TOY, most_tokens=None, samples=2), TOY.calm()
+    with reproduction(scale, copy, Quiet()) as found:
+        found._measure(scores(run, scale))
+        answer = found.results.find(scores(run, scale))
+        assert answer is not None
+        brier = BrierLM.from_json(answer["sums"]).compute()
+        model = found.directory(run) / "model"
+    done = calm("evaluate", model, "--data", copy / "data", "--split", "test", "--context", TOY.context, "--json")
+    assert done.returncode == 0, done.stderr
+    (alone,) = json.loads(done.stdout)["models"].values()
+    assert alone["positions"] == brier["positions"]
+    for name in ("brier_1", "brier_4", "collision_2"):
+        assert alone[name]["value"] == pytest.approx(brier[name].value, abs=1e-5)
+        assert alone[name]["low"] == pytest.approx(brier[name].low, abs=1e-5)
+
+
+def test_nothing_is_done_twice(made, monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError("it was done already")
+
+    for name in ("train", "take", "prepare"):
+        monkeypatch.setattr(module, name, fail)
+    before = {path: path.stat().st_mtime_ns for path in made.iterdir()}
+    with reproduction(TOY, made, Quiet()) as found:
+        found.run(INPUT)
+        assert not write_experiment(found, INPUT)
+    assert {path: path.stat().st_mtime_ns for path in made.iterdir()} == before
+
+
+def test_results_are_enough(copy, monkeypatch):
+    """As in a repository: the runs are gone, the numbers are there."""
+    for name in ("runs", "data"):
+        shutil.rmtree(copy / name)
+    (copy / "model-input.png").unlink()
+    monkeypatch.setattr(module, "train", None)
+    with reproduction(TOY, copy, Quiet()) as found:
+        found.run(INPUT)
+        assert write_experiment(found, INPUT)
+    assert (copy / "model-input.png").exists()
+
+
+def test_a_longer_run_goes_on_from_a_shorter_one_to_the_same_weights(copy, tmp_path, monkeypatch):
+    half, whole = (TOY.calm().until(share) for share in (0.5, 1.0))
+    trained = []
+    real = module.train
+
+    def watched(config, directory, **kwargs):
+        trained.append(sorted(path.name for path in directory.glob("checkpoints/*")))
+        return real(config, directory, **kwargs)
+
+    monkeypatch.setattr(module, "train", watched)
+    weights = []
+    for runs in ((half, whole), (whole,)):
+        with reproduction(TOY, copy, Quiet()) as found:
+            for run in runs:
+                found._train(run)
+            weights.append(load_file(found.directory(whole) / "model" / "model.safetensors"))
+            for run in runs:
+                shutil.rmtree(found.directory(run))
+    assert trained == [[], ["step-00000010"], []]
+    assert weights[0].keys() == weights[1].keys()
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+
+
+def test_an_interrupted_run_is_continued_when_asked(copy, monkeypatch):
+    run = TOY.calm({"language_model.alpha": 1.5})
+    real = module.train
+
+    def stopped(*args, **kwargs):
+        real(*args, **kwargs)
+        raise TrainingStopped("stopped: saved at step 20", 15)
+
+    with reproduction(TOY, copy, Quiet()) as found:
+        directory = found.directory(run)
+        monkeypatch.setattr(module, "train", stopped)
+        with pytest.raises(TrainingStopped, match="--resume goes on"):
+            found._train(run)
+        shutil.rmtree(directory / "model")
+        monkeypatch.setattr(module, "train", real)
+        with pytest.raises(UserError, match="unfinished run; --resume goes on"):
+            found._train(run)
+    with reproduction(TOY, copy, Quiet(), resume=True) as found:
+        found._train(run)
+    assert (directory / "model" / "config.json").exists()
+
+
+def test_a_directory_of_another_version(copy):
+    text = (copy / "results.json").read_text()
+    (copy / "results.json").write_text(text.replace(f'"calm": "{__version__}"', '"calm": "0.0.1"', 1))
+    with reproduction(TOY, copy, Quiet()) as found:  # what is finished stays
+        assert found.results.begun_by == "0.0.1"
+    (copy / "runs" / "half").mkdir()
+    with pytest.raises(UserError, match=r"unfinished runs of calm 0.0.1 \(half\)"), reproduction(TOY, copy, Quiet()):
+        pass
+    (copy / "results.json").write_text(text.replace('"format": 1', '"format": 99', 1))
+    with pytest.raises(UserError, match="has format 99, not 1"), reproduction(TOY, copy, Quiet()):
+        pass
+    (copy / "results.json").write_text(text[: len(text) // 2])
+    with pytest.raises(UserError, match="cannot be read"), reproduction(TOY, copy, Quiet()):
+        pass
+
+
+def test_a_full_disk(copy, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = (copy / "results.json").read_bytes()
+    monkeypatch.setattr("calm.paper.results.write_atomic", full)
+    with (
+        pytest.raises(UserError, match="no space is left for .*; make some, and go on with --resume"),
+        reproduction(TOY, copy, Quiet()) as found,
+    ):
+        found.run(EXPERIMENTS["main"])
+    assert (copy / "results.json").read_bytes() == before
+
+
+def test_bad_input(calm, tmp_path, made):
+    (tmp_path / "file").write_text("")
+    cases = [
+        (["alhpa"], "did you mean alpha"),
+        (["alpha", "--scale", "labtop"], "did you mean laptop"),
+        (["alpha", "--chunk-size", 3], "one of 1, 2, 4, 8, not 3"),
+        (["temperature-tradeoff", "--chunk-size", 2], "chunks of 4 tokens"),
+        (["alpha", "--output", tmp_path / "file"], "is a file, not a directory"),
+        (["alpha", "--scale", "laptop", "--output", made], "has scale 'toy', not 'laptop'"),
+        (["alpha", "--data", tmp_path, "--output", tmp_path / "new"], "holds no prepared text"),
+        (
+            ["main", "--scale", "paper", "--output", tmp_path / "paper"],
+            "holds no prepared text; make it with",
+        ),
+    ]
+    for arguments, message in cases:
+        done = calm("reproduce", *arguments, cwd=tmp_path)
+        assert done.returncode == 2, (arguments, done.stderr)
+        assert message in done.stderr, (arguments, done.stderr)
+        assert "Traceback" not in done.stderr
+
+
+def test_two_at_once(made, calm):
+    with claimed(made, "a test"):
+        done = calm("reproduce", "model-input", "--output", made)
+    assert done.returncode == 2
+    assert "another calm reproduce is writing" in done.stderr
+
+
+def test_the_command_shows_answers_and_plans(made, calm):
+    done = calm("reproduce", "model-input", "--output", made, "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["model-input"]["verdicts"]) == 3
+    planned = calm("reproduce", "main", "--scale", "paper", "--plan", cwd=made)
+    assert planned.returncode == 0, planned.stderr
+    assert [line.split()[:3] for line in planned.stdout.splitlines()] == [
+        ["calm", "train", f"paper-{name}"]
+        for name in ("transformer-s", "transformer-m", "transformer-l", "autoencoder-k4", "calm-m", "calm-l", "calm-xl")
+    ]
+    listed = calm("reproduce", "list")
+    assert all(name in listed.stdout for name in EXPERIMENTS)

@@ -1,0 +1,188 @@
+"""Verdicts follow from numbers: sums are made up so that the answer is known."""
+
+import numpy as np
+import pytest
+from scipy.stats import pearsonr, spearmanr
+
+from calm.evaluate.brier_lm import BrierLM
+from calm.paper.experiment import Experiment, Figure, Row
+from calm.paper.experiments import EXPERIMENTS
+from calm.paper.experiments.brier_correlation import correlations
+from calm.paper.figures import draw
+from calm.paper.measures import Measure, cost, reconstruction, scores, step_time, tradeoff
+from calm.paper.runs import Run
+from calm.paper.scales import SCALES
+from calm.paper.tables import cells, document, markdown
+from calm.paper.values import NO, OPEN, YES, fill
+
+TOY = SCALES["toy"]
+RUN = Run("characters-transformer")
+DOCUMENTS = 30
+
+
+def sums(level: float, seed: int = 0, noise: float = 0.0) -> dict:
+    """Documents of 100 positions whose Brier-n is level / 2^n, give or take."""
+    generator = np.random.default_rng(seed)
+    found = {}
+    for number in range(DOCUMENTS):
+        share = (level + noise * generator.standard_normal()) / 2 ** np.arange(1, 5)
+        found[str(number)] = [100.0, *(100 * share), *(100 * share)]  # 2·P(y) - ΣP² = share
+    return {"sums": found}
+
+
+def table(rows: dict[str, list[dict]], claims=lambda table: []):
+    experiment = Experiment("e", "E", "here", "f", lambda *_: [], {"brier_lm": "BrierLM"}, Figure(), claims)
+    made = [Row(label, (scores(RUN, TOY),), {"brier_lm": 4.7}) for label in rows]
+    return fill(experiment, made, {label: [answers] for label, answers in rows.items()})
+
+
+def test_scores_are_those_of_the_sums():
+    found = table({"a": [sums(0.4)]}).lines["a"].values
+    assert found["brier_1"].value == pytest.approx(20)
+    assert found["brier_4"].value == pytest.approx(2.5)
+    assert found["brier_lm"].value == pytest.approx(40 * 2**-2.5)
+
+
+def test_seeds_are_averaged_and_kept():
+    found = table({"a": [sums(0.2), sums(0.4)]}).lines["a"].values["brier_1"]
+    assert found.value == pytest.approx(15)
+    assert found.by_seed == pytest.approx((10, 20))
+
+
+@pytest.mark.parametrize(
+    ("more", "less", "answer"),
+    [
+        ([sums(0.4, 1, 0.1)], [sums(0.3, 1, 0.1)], YES),  # the same documents are hard: the difference is exact
+        ([sums(0.3, 1, 0.1)], [sums(0.4, 1, 0.1)], NO),
+        ([sums(0.4, 1, 0.1)], [sums(0.399, 2, 0.1)], OPEN),  # less than the noise of documents
+        ([sums(0.5), sums(0.3)], [sums(0.4), sums(0.31)], OPEN),  # the mean says yes, one seed no
+        ([sums(0.5), sums(0.4)], [sums(0.4), sums(0.31)], YES),
+    ],
+)
+def test_an_ordering_holds_if_intervals_and_seeds_say_so(more, less, answer):
+    assert table({"a": more, "b": less}).better("a is better", "a", "b").answer == answer
+
+
+def test_without_a_brier_lm_the_first_score_answers():
+    nothing = sums(0.4)
+    for total in nothing["sums"].values():
+        total[4] = total[8] = 0.0  # never right about four tokens
+    found = table({"a": [sums(0.5)], "b": [nothing]})
+    assert found.lines["b"].values["brier_lm"].value is None
+    verdict = found.better("a is better", "a", "b")
+    assert verdict.answer == YES
+    assert "no BrierLM; Brier-1" in verdict.numbers
+
+
+def test_correlations_are_scipys():
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal(20)
+    y = -np.exp(x) + 0.3 * generator.standard_normal(20)
+    found = correlations(list(x), list(y))
+    assert found["Pearson"] == pytest.approx(pearsonr(x, y)[0])
+    assert found["Spearman"] == pytest.approx(spearmanr(x, y)[0])
+
+
+def test_sums_survive_a_file():
+    brier = BrierLM.from_json(sums(0.37, 3, 0.05)["sums"])
+    again = BrierLM.from_json(brier.as_json())
+    for name, score in brier.compute().items():
+        if name.startswith("brier"):
+            assert again.compute()[name].value == pytest.approx(score.value, abs=1e-5)
+
+
+def made_up(measure: Measure, place: int) -> dict:
+    """An answer of the right form, larger for every row."""
+    level = 0.1 + 0.01 * place
+    error = {f"{name}_geometric_error": 0.1 for name in ("accuracy", "collision")}
+    plane = {name: [10.0 + place] * 4 for name in ("accuracy", "collision")}
+    return {
+        "scores": {**sums(level, 1, 0.02), "cross_entropy": 3 - level},
+        "reconstruction": {
+            **{"token_accuracy": 0.99, "tokens": 1000, "collapsed_dimensions": 3},
+            **{"mean_sigma": 0.2, "latent_size": 32},
+        },
+        "tradeoff": {
+            **plane,
+            **{f"{name}_geometric": 5.0 + place for name in plane},
+            **{f"{name}_error": [0.2] * 4 for name in plane},
+            **error,
+        },
+        "step-time": {"step_seconds": 1.0 + place},
+        "cost": {
+            **{"parameters": 1_000_000 * (1 + place), "train_flops": 1e12 * (1 + place), "inference_flops": 1e6},
+            **{"inference_flops_with_candidates": 2e8, "inference_flops_with_search": None},
+        },
+    }[measure.kind]
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=lambda experiment: experiment.name)
+def test_every_experiment_has_a_table_a_figure_and_answers(experiment):
+    rows = experiment.rows(TOY, lambda measure: made_up(measure, 0))
+    found = {row.label: [[made_up(measure, place)] for measure in row.measures] for place, row in enumerate(rows)}
+    filled = fill(experiment, rows, found)
+    head, body = cells(filled)
+    assert len(body) == len(rows)
+    assert all(len(row) == len(head) for row in body)
+    shown = set(head)
+    assert set(experiment.columns.values()) - shown <= {"with exact search"}
+    verdicts = experiment.claims(filled)
+    assert verdicts
+    assert {verdict.answer for verdict in verdicts} <= {YES, NO, OPEN}
+    assert draw(filled).startswith(b"\x89PNG")
+    text = document(filled, [verdict._asdict() for verdict in verdicts], "calm reproduce", "K = 4")
+    assert experiment.finding in text
+    assert f"{experiment.name}.png" in text
+
+
+def test_rows_that_get_better_answer_as_the_paper_does_where_it_says_so():
+    """α = 1 comes behind 0.75 and before the others, so made-up scores that rise contradict all but the first claim."""
+    experiment = EXPERIMENTS["alpha"]
+    rows = experiment.rows(TOY, lambda measure: None)
+    filled = fill(experiment, rows, {row.label: [[sums(0.1 * (1 + n))]] for n, row in enumerate(rows)})
+    assert [verdict.answer for verdict in experiment.claims(filled)] == [YES, NO, NO, NO, NO]
+
+
+def test_a_figure_without_scores_says_so():
+    experiment = EXPERIMENTS["alpha"]
+    rows = experiment.rows(TOY, lambda measure: None)
+    filled = fill(experiment, rows, {row.label: [[sums(0.0)]] for row in rows})
+    assert draw(filled).startswith(b"\x89PNG")
+    assert all("none" in row for row in cells(filled)[1])
+
+
+def test_markdown_does_not_break_on_bars():
+    assert markdown(["", "a"], [["x|y", "1"]]).splitlines()[-1] == "| x\\|y | 1 |"
+
+
+def test_the_curves_of_one_temperature_and_another():
+    """CALM on the Transformer's curve, and beside it."""
+    experiment = EXPERIMENTS["temperature-vs-transformer"]
+    rows = experiment.rows(TOY, lambda measure: made_up(measure, 0))
+
+    def answers(shift: float) -> dict:
+        found = {}
+        for row in rows:
+            (measure,) = row.measures
+            options = dict(measure.options)
+            if measure.kind != "tradeoff":
+                found[row.label] = [[made_up(measure, 0)]]
+                continue
+            place = 10 / options["temperature"] if options["candidates"] is None else 12.0 + 0.1 * options["candidates"]
+            height = 0.5 * place + (shift if options["candidates"] else 0.0)
+            point = made_up(measure, 0) | {"collision_geometric": place, "accuracy_geometric": height}
+            found[row.label] = [[point]]
+        return found
+
+    on, beside = (experiment.claims(fill(experiment, rows, answers(shift)))[0].answer for shift in (0.05, 1.0))
+    assert (on, beside) == (YES, NO)
+
+
+def test_kinds_of_measures_name_what_they_need():
+    below = Run("characters-autoencoder")
+    run = Run("characters-calm", (), below)
+    assert scores(run, TOY).runs == [below, run]
+    assert tradeoff(run, TOY, 0.5, 10).runs == [below, run]
+    assert reconstruction(below, TOY).runs == [below]
+    assert step_time(run).runs == [below]
+    assert cost(run).runs == []
