@@ -70,11 +70,15 @@ class Reproduction:
 
     def run(self, experiment: Experiment, position: str = "") -> None:
         """Measure what an experiment still wants."""
-        while wanted := [m for m in self._measures(self.rows(experiment)) if self.results.find(m) is None]:
-            for number, measure in enumerate(dict.fromkeys(wanted), start=1):
-                if self.results.find(measure) is None:
-                    self.screen.stage(number, len(wanted), f"{position}{experiment.name}", describe(measure))
-                    self._measure(measure)
+        while wanted := self._wanted(experiment):
+            for number, (measure, label) in enumerate(wanted.items(), start=1):
+                self.screen.stage(number, len(wanted), f"{position}{experiment.name}", f"{label}: {measure.kind}")
+                self._measure(measure)
+
+    def _wanted(self, experiment: Experiment) -> dict[Measure, str]:
+        """What is not measured yet, and the row that it is for."""
+        named = {measure: row.label for row in self.rows(experiment) for measure in self._measures([row])}
+        return {measure: label for measure, label in named.items() if self.results.find(measure) is None}
 
     def digest(self, experiment: Experiment) -> str:
         """Of everything that its numbers follow from."""
@@ -183,13 +187,6 @@ def _text(data: Path) -> str:
 
 def _is_trained(directory: Path) -> bool:
     return (directory / "model" / "config.json").exists()
-
-
-def describe(measure: Measure) -> str:
-    """A measure in a few words."""
-    ignored = {"seed", "train.tensorboard", "train.keep_checkpoints", "train.evaluation_batches"}
-    fields = {name.split(".")[-1]: value for name, value in measure.run.settings if name not in ignored}
-    return f"{measure.kind} of {measure.run.recipe}: {', '.join(f'{k} {v}' for k, v in list(fields.items())[-3:])}"
 
 
 @contextmanager
