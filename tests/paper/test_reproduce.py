@@ -20,7 +20,7 @@ from calm.paper.measures import scores
 from calm.paper.report import write_experiment, write_report
 from calm.paper.reproduce import reproduction
 from calm.paper.scales import SCALES
-from calm.train.loop import TrainingStopped
+from calm.train.loop import Diverged, TrainingStopped
 
 TOY = SCALES["toy"]
 INPUT = EXPERIMENTS["model-input"]
@@ -162,6 +162,19 @@ def test_an_interrupted_run_is_continued_when_asked(copy, monkeypatch):
     with reproduction(TOY, copy, Quiet(), resume=True) as found:
         found._train(run)
     assert (directory / "model" / "config.json").exists()
+
+
+def test_a_run_that_diverges_is_a_result(copy, monkeypatch):
+    def diverge(*_, **__):
+        raise Diverged("10 steps in a row had a loss that is not finite")
+
+    measure = scores(TOY.calm({"language_model.alpha": 0.5}), TOY)
+    with reproduction(TOY, copy, Quiet()) as found:
+        monkeypatch.setattr(module, "train", diverge)
+        found._measure(measure)
+        answer = found.results.find(measure)
+    assert answer == {"failed": "10 steps in a row had a loss that is not finite"}
+    assert "10 steps" in (copy / "results.json").read_text()
 
 
 def test_a_directory_of_another_version(copy):

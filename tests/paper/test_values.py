@@ -13,7 +13,7 @@ from calm.paper.measures import Measure, cost, reconstruction, scores, step_time
 from calm.paper.runs import Run
 from calm.paper.scales import SCALES
 from calm.paper.tables import cells, document, markdown
-from calm.paper.values import NO, OPEN, YES, fill
+from calm.paper.values import FAILED, NO, OPEN, YES, fill
 
 TOY = SCALES["toy"]
 RUN = Run("characters-transformer")
@@ -72,6 +72,15 @@ def test_without_a_brier_lm_the_first_score_answers():
     verdict = found.better("a is better", "a", "b")
     assert verdict.answer == YES
     assert "no BrierLM; Brier-1" in verdict.numbers
+
+
+def test_a_training_that_diverged_is_worse_than_one_that_did_not():
+    found = table({"a": [sums(0.4)], "b": [{FAILED: "ten steps"}], "c": [{FAILED: "ten steps"}]})
+    assert found.better("", "a", "b").answer == YES
+    assert found.better("", "b", "a").answer == NO
+    assert found.better("", "b", "c").answer == OPEN
+    assert cells(found)[1][1][1] == "fails"
+    assert draw(found).startswith(b"\x89PNG")
 
 
 def test_correlations_are_scipys():

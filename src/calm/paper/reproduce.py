@@ -28,10 +28,10 @@ from calm.paper.measures import Measure, Place, take
 from calm.paper.results import Results
 from calm.paper.runs import STEPS, Run, digest
 from calm.paper.scales import EMBEDDED, Scale
-from calm.paper.values import Table, fill
+from calm.paper.values import FAILED, Table, fill
 from calm.processes import Processes, processes
 from calm.screen import Screen
-from calm.train.loop import TrainingStopped, train
+from calm.train.loop import Diverged, TrainingStopped, train
 from calm.train.tracking import METRICS
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -71,14 +71,15 @@ class Reproduction:
     def run(self, experiment: Experiment, position: str = "") -> None:
         """Measure what an experiment still wants."""
         while wanted := self._wanted(experiment):
-            for number, (measure, label) in enumerate(wanted.items(), start=1):
+            for number, (measure, label) in enumerate(wanted, start=1):
                 self.screen.stage(number, len(wanted), f"{position}{experiment.name}", f"{label}: {measure.kind}")
                 self._measure(measure)
 
-    def _wanted(self, experiment: Experiment) -> dict[Measure, str]:
-        """What is not measured yet, and the row that it is for."""
-        named = {measure: row.label for row in self.rows(experiment) for measure in self._measures([row])}
-        return {measure: label for measure, label in named.items() if self.results.find(measure) is None}
+    def _wanted(self, experiment: Experiment) -> list[tuple[Measure, str]]:
+        """What is not measured yet, each once, and the row that it is for."""
+        every = [(measure, row.label) for row in self.rows(experiment) for measure in self._measures([row])]
+        wanted = {measure.key(self.text): (measure, label) for measure, label in every}
+        return [pair for pair in wanted.values() if self.results.find(pair[0]) is None]
 
     def digest(self, experiment: Experiment) -> str:
         """Of everything that its numbers follow from."""
@@ -119,16 +120,24 @@ class Reproduction:
 
     def _measure(self, measure: Measure) -> None:
         self._prepare()
-        for run in measure.runs:
-            self._train(run)
-        config = measure.run.config(self.data, self._autoencoder(measure.run))
         began = time.perf_counter()
-        with self.screen.evaluation() as tell:
-            place = Place(config, self.directory(measure.run) / "model", self.data, self.among, tell)
-            answer = self.among.share(take(measure, place))
+        try:
+            for run in measure.runs:
+                self._train(run)
+            began = time.perf_counter()
+            answer = self._take(measure)
+        except Diverged as error:  # a result, too
+            self.screen.warn(str(error))
+            answer = {FAILED: str(error).splitlines()[0]}
         self.results.keep(measure, answer, time.perf_counter() - began)
         if self.among.is_first:
             self.results.write()
+
+    def _take(self, measure: Measure) -> dict[str, Any]:
+        config = measure.run.config(self.data, self._autoencoder(measure.run))
+        with self.screen.evaluation() as tell:
+            place = Place(config, self.directory(measure.run) / "model", self.data, self.among, tell)
+            return self.among.share(take(measure, place))
 
     def _prepare(self) -> None:
         if (self.data / MANIFEST).exists():
@@ -214,6 +223,7 @@ def as_json(table: Table) -> dict[str, Any]:
                 "values": {
                     name: {**value._asdict(), "by_seed": list(value.by_seed)} for name, value in line.values.items()
                 },
+                "failed": line.failed,
                 "paper": line.row.paper,
             }
             for line in table.lines.values()

@@ -20,7 +20,7 @@ def cells(table: Table) -> tuple[list[str], list[list[str]]]:
     for label, line in table.lines.items():
         row = [label.strip()]
         for name in shown:
-            row.append(_shown(line.values.get(name)))
+            row.append("fails" if line.failed else _shown(line.values.get(name)))
             if name in printed:
                 row.append(_number(line.row.paper.get(name)))
         rows.append(row)

@@ -15,6 +15,7 @@ from calm.paper.experiment import Experiment, Row
 
 WIDE = 1.96  # standard errors of a 95% interval
 YES, NO, OPEN = "yes", "no", "undecided"
+FAILED = "failed"  # in the answer of a measure whose training diverged
 
 
 class Value(NamedTuple):
@@ -44,6 +45,7 @@ class Line:
     row: Row
     values: dict[str, Value] = field(default_factory=dict)
     briers: list[BrierLM] = field(default_factory=list)  # one a seed
+    failed: str | None = None  # why there are no numbers
 
     @property
     def brier(self) -> BrierLM:
@@ -61,6 +63,9 @@ class Table:
     def better(self, claim: str, more: str, less: str) -> Verdict:
         """Whether one row has the higher BrierLM; where one has none, the higher Brier-1."""
         one, two = self.lines[more], self.lines[less]
+        if failed := [line.row.label for line in (one, two) if line.failed]:
+            answer = OPEN if len(failed) == 2 else NO if one.failed else YES
+            return Verdict(claim, answer, f"the training of {' and '.join(failed)} diverged")
         known = all(line.values["brier_lm"].value is not None for line in (one, two))
         column, title = ("brier_lm", "BrierLM") if known else ("brier_1", "no BrierLM; Brier-1")
         difference = one.brier.compare(two.brier)[column]
@@ -87,16 +92,19 @@ def _shown(score: Score) -> str:
 
 def fill(experiment: Experiment, rows: list[Row], found: dict[str, list[list[dict[str, Any]]]]) -> Table:
     """`found` has, for each label, what each measure gave, one answer a seed."""
-    lines = {row.label: _line(row, found[row.label]) for row in rows}
+    lines = {row.label: _line(row, found[row.label], experiment) for row in rows}
     if experiment.reference in lines:
-        one = lines[experiment.reference].values["step_seconds"].value or 1.0
+        one = lines[experiment.reference].values["step_seconds"].value
         for line in lines.values():
-            line.values["relative_cost"] = Value((line.values["step_seconds"].value or 0.0) / one)
+            mine = line.values["step_seconds"].value
+            line.values["relative_cost"] = Value(mine / one if mine and one else None)
     return Table(experiment, lines)
 
 
-def _line(row: Row, answers: list[list[dict[str, Any]]]) -> Line:
+def _line(row: Row, answers: list[list[dict[str, Any]]], experiment: Experiment) -> Line:
     line = Line(row)
+    if failed := [answer[FAILED] for seeds in answers for answer in seeds if FAILED in answer]:
+        return Line(row, {name: Value(None) for name in experiment.columns}, failed=failed[0])
     for measure, seeds in zip(row.measures, answers, strict=True):
         if measure.kind == "scores":
             line.briers = [BrierLM.from_json(answer["sums"]) for answer in seeds]

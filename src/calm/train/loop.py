@@ -46,6 +46,10 @@ class TrainingStopped(UserError):
         self.signum, self.exit_code = signum, 128 + signum
 
 
+class Diverged(UserError):
+    """The loss or its gradient stayed away from finite numbers."""
+
+
 @dataclass(frozen=True)
 class Report:
     """What a progress line needs."""
@@ -218,7 +222,7 @@ class _Run:
         self.skipped_in_a_row += 1
         self.warn(f"step {step} skipped: loss {loss}, gradient norm {norm}")
         if self.skipped_in_a_row >= MOST_SKIPPED:
-            raise UserError(
+            raise Diverged(
                 f"{MOST_SKIPPED} steps in a row, up to step {step}, had a loss or gradient that is not finite; the "
                 f"checkpoints in {self.output / 'checkpoints'} are from before. A lower optimizer.learning_rate, a "
                 "longer warm-up or train.precision=fp32 usually helps"
