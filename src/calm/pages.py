@@ -9,7 +9,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 h1 { margin-bottom: 0; } h2 { margin-top: 2.2rem; border-bottom: 1px solid var(--soft); }
 table { border-collapse: collapse; display: block; overflow-x: auto; }
 td, th { padding: .25rem .9rem; border-bottom: 1px solid var(--soft); }
-td { text-align: right; } td:first-child, th:first-child { text-align: left; }
+td { text-align: right; white-space: nowrap; } td:first-child, th:first-child { text-align: left; }
 img { max-width: 100%; background: white; border-radius: .4rem; }
 .note { color: #888; font-size: .9rem; }
 pre { background: var(--soft); padding: .6rem .8rem; border-radius: .4rem; overflow-x: auto; }

@@ -4,7 +4,7 @@ from typing import Any
 
 from calm.paper.values import Table, Value
 
-LARGE = 1e5
+LARGE = 1e7
 PAPER = "paper: "
 
 

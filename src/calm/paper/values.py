@@ -117,7 +117,7 @@ def _line(row: Row, answers: list[list[dict[str, Any]]], experiment: Experiment)
         elif measure.kind == "reconstruction":
             line.values |= _reconstruction(seeds[0])
         else:
-            line.values |= {name: Value(value) for name, value in seeds[0].items()}
+            line.values |= {name: Value(value) for name, value in seeds[0].items() if value is not None}
     return line
 
 
