@@ -4,13 +4,13 @@ import errno
 import json
 import re
 import shutil
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 from safetensors.torch import load_file
 
 from calm import __version__
+from calm.console import SilentScreen
 from calm.errors import UserError
 from calm.evaluate.brier_lm import BrierLM
 from calm.files import claimed
@@ -26,31 +26,11 @@ TOY = SCALES["toy"]
 INPUT = EXPERIMENTS["model-input"]
 
 
-class Quiet:
-    def __init__(self):
-        self.stages = []
-
-    @contextmanager
-    def preparation(self):
-        yield lambda *_: None
-
-    evaluation = preparation
-
-    @contextmanager
-    def training(self, steps):
-        yield lambda *_: None
-
-    def stage(self, number, total, title, note):
-        self.stages.append(note)
-
-    def warn(self, message): ...
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A directory with one experiment in it."""
     output = tmp_path_factory.mktemp("reproduction") / "toy"
-    with reproduction(TOY, output, Quiet()) as found:
+    with reproduction(TOY, output, SilentScreen()) as found:
         found.run(INPUT)
         assert write_experiment(found, INPUT)
         write_report(found)
@@ -79,7 +59,7 @@ def test_what_it_leaves(made):
 
 def test_the_scores_are_those_of_calm_evaluate(copy, calm):
     scale, run = replace(TOY, most_tokens=None, samples=2), TOY.calm()
-    with reproduction(scale, copy, Quiet()) as found:
+    with reproduction(scale, copy, SilentScreen()) as found:
         found._measure(scores(run, scale))
         answer = found.results.find(scores(run, scale))
         assert answer is not None
@@ -101,7 +81,7 @@ def test_nothing_is_done_twice(made, monkeypatch):
     for name in ("train", "take", "prepare"):
         monkeypatch.setattr(module, name, fail)
     before = {path: path.stat().st_mtime_ns for path in made.iterdir()}
-    with reproduction(TOY, made, Quiet()) as found:
+    with reproduction(TOY, made, SilentScreen()) as found:
         found.run(INPUT)
         assert not write_experiment(found, INPUT)
     assert {path: path.stat().st_mtime_ns for path in made.iterdir()} == before
@@ -113,7 +93,7 @@ def test_results_are_enough(copy, monkeypatch):
         shutil.rmtree(copy / name)
     (copy / "model-input.png").unlink()
     monkeypatch.setattr(module, "train", None)
-    with reproduction(TOY, copy, Quiet()) as found:
+    with reproduction(TOY, copy, SilentScreen()) as found:
         found.run(INPUT)
         assert write_experiment(found, INPUT)
     assert (copy / "model-input.png").exists()
@@ -131,7 +111,7 @@ def test_a_longer_run_goes_on_from_a_shorter_one_to_the_same_weights(copy, tmp_p
     monkeypatch.setattr(module, "train", watched)
     weights = []
     for runs in ((half, whole), (whole,)):
-        with reproduction(TOY, copy, Quiet()) as found:
+        with reproduction(TOY, copy, SilentScreen()) as found:
             for run in runs:
                 found._train(run)
             weights.append(load_file(found.directory(whole) / "model" / "model.safetensors"))
@@ -150,7 +130,7 @@ def test_an_interrupted_run_is_continued_when_asked(copy, monkeypatch):
         real(*args, **kwargs)
         raise TrainingStopped("stopped: saved at step 20", 15)
 
-    with reproduction(TOY, copy, Quiet()) as found:
+    with reproduction(TOY, copy, SilentScreen()) as found:
         directory = found.directory(run)
         monkeypatch.setattr(module, "train", stopped)
         with pytest.raises(TrainingStopped, match="--resume goes on"):
@@ -159,7 +139,7 @@ def test_an_interrupted_run_is_continued_when_asked(copy, monkeypatch):
         monkeypatch.setattr(module, "train", real)
         with pytest.raises(UserError, match="unfinished run; --resume goes on"):
             found._train(run)
-    with reproduction(TOY, copy, Quiet(), resume=True) as found:
+    with reproduction(TOY, copy, SilentScreen(), resume=True) as found:
         found._train(run)
     assert (directory / "model" / "config.json").exists()
 
@@ -169,7 +149,7 @@ def test_a_run_that_diverges_is_a_result(copy, monkeypatch):
         raise Diverged("10 steps in a row had a loss that is not finite")
 
     measure = scores(TOY.calm({"language_model.alpha": 0.5}), TOY)
-    with reproduction(TOY, copy, Quiet()) as found:
+    with reproduction(TOY, copy, SilentScreen()) as found:
         monkeypatch.setattr(module, "train", diverge)
         found._measure(measure)
         answer = found.results.find(measure)
@@ -180,16 +160,19 @@ def test_a_run_that_diverges_is_a_result(copy, monkeypatch):
 def test_a_directory_of_another_version(copy):
     text = (copy / "results.json").read_text()
     (copy / "results.json").write_text(text.replace(f'"calm": "{__version__}"', '"calm": "0.0.1"', 1))
-    with reproduction(TOY, copy, Quiet()) as found:  # what is finished stays
+    with reproduction(TOY, copy, SilentScreen()) as found:  # what is finished stays
         assert found.results.begun_by == "0.0.1"
     (copy / "runs" / "half").mkdir()
-    with pytest.raises(UserError, match=r"unfinished runs of calm 0.0.1 \(half\)"), reproduction(TOY, copy, Quiet()):
+    with (
+        pytest.raises(UserError, match=r"unfinished runs of calm 0.0.1 \(half\)"),
+        reproduction(TOY, copy, SilentScreen()),
+    ):
         pass
     (copy / "results.json").write_text(text.replace('"format": 1', '"format": 99', 1))
-    with pytest.raises(UserError, match="has format 99, not 1"), reproduction(TOY, copy, Quiet()):
+    with pytest.raises(UserError, match="has format 99, not 1"), reproduction(TOY, copy, SilentScreen()):
         pass
     (copy / "results.json").write_text(text[: len(text) // 2])
-    with pytest.raises(UserError, match="cannot be read"), reproduction(TOY, copy, Quiet()):
+    with pytest.raises(UserError, match="cannot be read"), reproduction(TOY, copy, SilentScreen()):
         pass
 
 
@@ -201,7 +184,7 @@ def test_a_full_disk(copy, monkeypatch):
     monkeypatch.setattr("calm.paper.results.write_atomic", full)
     with (
         pytest.raises(UserError, match="no space is left for .*; make some, and go on with --resume"),
-        reproduction(TOY, copy, Quiet()) as found,
+        reproduction(TOY, copy, SilentScreen()) as found,
     ):
         found.run(EXPERIMENTS["main"])
     assert (copy / "results.json").read_bytes() == before

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 Known = Callable[[Measure], dict[str, Any] | None]  # what was measured so far
 
-BRIER_LM = {"brier_lm": "BrierLM"}
-BRIERS = {f"brier_{n}": f"Brier-{n}" for n in range(1, 5)} | BRIER_LM
+BRIERS = {f"brier_{n}": f"Brier-{n}" for n in range(1, 5)} | {"brier_lm": "BrierLM"}
+SCORES = {"brier_lm": "BrierLM (percent)"}  # labels of axes
+TWO_SCORES = SCORES | {"brier_1": "Brier-1 (percent)"}
 RECONSTRUCTION = {"token_accuracy": "tokens reconstructed (%)"}
 
 
@@ -31,7 +32,7 @@ class Row:
 @dataclass(frozen=True)
 class Figure:
     x: str = ""  # the axis' label; without one rows stand side by side
-    panels: dict[str, str] = field(default_factory=lambda: {"brier_lm": "BrierLM (percent)"})  # column → label
+    panels: dict[str, str] = field(default_factory=lambda: SCORES)  # column → label
     over: str | None = None  # the column that is the place on the x axis, where it is none of a row's own
     log_x: bool = False
     named: bool = True  # points say which they are, where the x axis does not

@@ -83,6 +83,11 @@ def reconstruction(run: Run, scale: Scale) -> Measure:
     return Measure("reconstruction", run, (("split", scale.split),))
 
 
+def on_autoencoder(below: Run, scale: Scale) -> tuple[Measure, Measure]:
+    """What an autoencoder gives: the scores of the base model on it, and its own reconstruction."""
+    return scores(scale.calm(autoencoder=below), scale), reconstruction(below, scale)
+
+
 def tradeoff(run: Run, scale: Scale, temperature: float, candidates: int | None = None) -> Measure:
     """Accuracy and collision by Algorithm 2; of a Transformer by its softmax."""
     options = {"split": scale.split, "positions": scale.positions, "temperature": temperature, "candidates": candidates}

@@ -1,6 +1,6 @@
 """The exponent of the energy score."""
 
-from calm.paper.experiment import BRIERS, Experiment, Figure, Known, Row
+from calm.paper.experiment import BRIERS, TWO_SCORES, Experiment, Figure, Known, Row
 from calm.paper.measures import scores
 from calm.paper.scales import Scale
 from calm.paper.values import Table, Verdict
@@ -39,6 +39,6 @@ EXPERIMENT = Experiment(
     "Training fails below 1, is best at 1, a little worse up to 1.75, and BrierLM is 0 at 2.",
     rows,
     BRIERS,
-    Figure("exponent α of the energy score", {"brier_lm": "BrierLM (percent)", "brier_1": "Brier-1 (percent)"}),
+    Figure("exponent α of the energy score", TWO_SCORES),
     claims,
 )

@@ -1,7 +1,7 @@
 """Larger autoencoders, and more text for them."""
 
 from calm.paper.experiment import BRIERS, RECONSTRUCTION, Experiment, Figure, Known, Row
-from calm.paper.measures import reconstruction, scores
+from calm.paper.measures import on_autoencoder
 from calm.paper.runs import STEPS
 from calm.paper.scales import Scale
 from calm.paper.values import Table, Verdict
@@ -23,8 +23,7 @@ def rows(scale: Scale, known: Known) -> list[Row]:
     found = []
     for label, changes in variants.items():
         below = usual.but(changes)
-        measures = scores(scale.calm(autoencoder=below), scale), reconstruction(below, scale)
-        found.append(Row(label, measures, {"brier_lm": 4.70} if not changes else {}))
+        found.append(Row(label, on_autoencoder(below, scale), {"brier_lm": 4.70} if not changes else {}))
     return found
 
 

@@ -1,6 +1,7 @@
 """The chunk size K against cost."""
 
 from calm.paper.experiment import BRIERS, Experiment, Figure, Known, Row
+from calm.paper.experiments.main import PAPER
 from calm.paper.measures import cost, scores
 from calm.paper.scales import CHUNK_SIZES, Scale
 from calm.paper.values import Table, Verdict
@@ -16,12 +17,14 @@ def rows(scale: Scale, known: Known) -> list[Row]:
             {"brier_lm": printed},
             "Transformer",
         )
-        for size, printed in {"S": 6.05, "M": 7.07, "L": 8.98}.items()
+        for size, printed in PAPER["Transformer"].items()
     ]
     for size in CHUNK_SIZES:
         run = scale.calm(size="L", autoencoder=scale.autoencoder(chunk_size=size))
         measures = cost(run), scores(run, scale, stride=STRIDE)
-        found.append(Row(f"CALM-L, K = {size}", measures, {"brier_lm": 6.58} if size == 4 else {}, "CALM-L"))
+        found.append(
+            Row(f"CALM-L, K = {size}", measures, {"brier_lm": PAPER["CALM"]["L"]} if size == 4 else {}, "CALM-L")
+        )
     return found
 
 

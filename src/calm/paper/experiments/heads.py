@@ -1,6 +1,6 @@
 """Generative heads over the course of training: the paper's three, and two of ours."""
 
-from calm.paper.experiment import BRIERS, Experiment, Figure, Known, Row
+from calm.paper.experiment import BRIERS, TWO_SCORES, Experiment, Figure, Known, Row
 from calm.paper.measures import scores
 from calm.paper.runs import Run
 from calm.paper.scales import Scale
@@ -51,7 +51,7 @@ EXPERIMENT = Experiment(
     "Flow matching and energy beat diffusion; flow is faster at first, energy reaches higher.",
     rows,
     BRIERS,
-    Figure("steps of training", {"brier_lm": "BrierLM (percent)", "brier_1": "Brier-1 (percent)"}),
+    Figure("steps of training", TWO_SCORES),
     claims,
     note="mean-flow and chain are not in the paper; the chain is not likelihood-free.",
 )

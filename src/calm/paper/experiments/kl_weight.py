@@ -1,7 +1,7 @@
 """The weight of the KL divergence."""
 
-from calm.paper.experiment import BRIERS, RECONSTRUCTION, Experiment, Figure, Known, Row
-from calm.paper.measures import reconstruction, scores
+from calm.paper.experiment import BRIERS, RECONSTRUCTION, SCORES, Experiment, Figure, Known, Row
+from calm.paper.measures import on_autoencoder
 from calm.paper.scales import Scale
 from calm.paper.values import Table, Verdict
 
@@ -13,9 +13,8 @@ def rows(scale: Scale, known: Known) -> list[Row]:
     found = []
     for weight in WEIGHTS:
         below = scale.autoencoder({"autoencoder.kl_weight": weight})
-        measures = scores(scale.calm(autoencoder=below), scale), reconstruction(below, scale)
         x = weight or WEIGHTS[1] / 10  # 0 has no place on a logarithmic axis: a step to the left
-        found.append(Row(f"β = {weight:g}", measures, PAPER.get(weight, {}), "energy head", x))
+        found.append(Row(f"β = {weight:g}", on_autoencoder(below, scale), PAPER.get(weight, {}), "energy head", x))
     return found
 
 
@@ -35,7 +34,7 @@ EXPERIMENT = Experiment(
     BRIERS | RECONSTRUCTION,
     Figure(
         "weight β of the KL divergence (leftmost: 0)",
-        {"brier_lm": "BrierLM (percent)", "token_accuracy": "tokens reconstructed (%)"},
+        SCORES | RECONSTRUCTION,
         log_x=True,
     ),
     claims,

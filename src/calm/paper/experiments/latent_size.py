@@ -1,7 +1,7 @@
 """The size of the latent."""
 
-from calm.paper.experiment import BRIERS, RECONSTRUCTION, Experiment, Figure, Known, Row
-from calm.paper.measures import reconstruction, scores
+from calm.paper.experiment import BRIERS, RECONSTRUCTION, SCORES, Experiment, Figure, Known, Row
+from calm.paper.measures import on_autoencoder
 from calm.paper.scales import Scale
 from calm.paper.values import Table, Verdict
 
@@ -15,9 +15,8 @@ def rows(scale: Scale, known: Known) -> list[Row]:
         size = max(1, round(times * usual))
         rates = {"autoencoder.token_dropout": dropout, "autoencoder.latent_dropout": dropout}
         below = scale.autoencoder({"autoencoder.latent_size": size, **rates})
-        measures = scores(scale.calm(autoencoder=below), scale), reconstruction(below, scale)
         printed = {"brier_lm": 4.70} if times == 1 else {}
-        found.append(Row(_label(times), measures, printed, "energy head", size))
+        found.append(Row(_label(times), on_autoencoder(below, scale), printed, "energy head", size))
     return found
 
 
@@ -41,7 +40,7 @@ EXPERIMENT = Experiment(
     {"latent_size": "Z"} | BRIERS | RECONSTRUCTION,
     Figure(
         "latent dimensions Z",
-        {"brier_lm": "BrierLM (percent)", "token_accuracy": "tokens reconstructed (%)"},
+        SCORES | RECONSTRUCTION,
         log_x=True,
     ),
     claims,

@@ -1,6 +1,6 @@
 """What the backbone reads: tokens, latents, or both."""
 
-from calm.paper.experiment import BRIERS, Experiment, Figure, Known, Row
+from calm.paper.experiment import BRIERS, TWO_SCORES, Experiment, Figure, Known, Row
 from calm.paper.measures import scores
 from calm.paper.scales import Scale
 from calm.paper.values import Table, Verdict
@@ -38,6 +38,6 @@ EXPERIMENT = Experiment(
     "Discrete input is best, both a little worse, continuous far worse.",
     rows,
     BRIERS,
-    Figure(panels={"brier_lm": "BrierLM (percent)", "brier_1": "Brier-1 (percent)"}),
+    Figure(panels=TWO_SCORES),
     claims,
 )

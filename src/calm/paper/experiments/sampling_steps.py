@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from calm.paper.experiment import BRIERS, Experiment, Figure, Known, Row
+from calm.paper.experiment import BRIERS, TWO_SCORES, Experiment, Figure, Known, Row
 from calm.paper.experiments.heads import trained
 from calm.paper.measures import scores
 from calm.paper.scales import Scale
@@ -49,7 +49,7 @@ EXPERIMENT = Experiment(
     BRIERS,
     Figure(
         "steps of sampling (a midpoint step calls the network twice)",
-        {"brier_lm": "BrierLM (percent)", "brier_1": "Brier-1 (percent)"},
+        TWO_SCORES,
         log_x=True,
     ),
     claims,

@@ -19,7 +19,7 @@ def rows(scale: Scale, known: Known) -> list[Row]:
     fixed = scale.candidates[-2]
     by_temperature = [
         Row(
-            f"T = 1/{n}, N = {fixed:,} ",
+            f"N = {fixed}, T = 1/{n}",
             (tradeoff(scale.calm(), scale, 1 / n, fixed),),
             {},
             f"N = {fixed}, temperature 1/n",
@@ -31,9 +31,8 @@ def rows(scale: Scale, known: Known) -> list[Row]:
 
 
 def claims(table: Table) -> list[Verdict]:
-    candidates, temperatures = (
-        table.series(name) for name in dict.fromkeys(line.row.series for line in table.lines.values())
-    )
+    candidates = table.series(BY_CANDIDATES)
+    temperatures = [line for line in table.lines.values() if line not in candidates]
     rise = [
         _rise("more candidates make it more accurate", candidates),
         _rise("and less diverse", candidates, "collision"),
