@@ -82,6 +82,9 @@ class LanguageModel(Section):
     noise_size: int = Field(64, ge=1, description="of the energy head")
     sampler: Literal["euler", "midpoint"] = Field("midpoint", description="of the flow head")
     num_sampling_steps: int | None = Field(None, ge=1, description="of the flow and the diffusion head")
+    own_words: bool = Field(
+        False, description="of the chain head: words of its own, which begin as the autoencoder's and go on learning"
+    )
     vocabulary_sample: int | None = Field(
         None,
         ge=1,

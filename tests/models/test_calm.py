@@ -230,10 +230,9 @@ def chain(**fields) -> CalmForCausalLM:
     torch.manual_seed(0)
     inner = {"vocab_size": 5, "chunk_size": 3, "latent_size": 4, "hidden_size": 8, "intermediate_size": 8}
     made = CalmForCausalLM(CalmConfig(SMALL, inner, head="chain", **fields)).eval()
-    for part in (made.head, made.autoencoder.embedding):
-        for weight in part.parameters():
-            if weight.ndim == 2:
-                torch.nn.init.normal_(weight, std=0.6, generator=torch.Generator().manual_seed(weight.numel()))
+    parts = (*made.head.parameters(), *made.autoencoder.embedding.parameters())
+    for seed, weight in enumerate(weight for weight in parts if weight.ndim == 2):
+        torch.nn.init.normal_(weight, std=0.6, generator=torch.Generator().manual_seed(seed))
     return made
 
 
@@ -251,8 +250,10 @@ def chain_probabilities(made: CalmForCausalLM, hidden: torch.Tensor) -> torch.Te
 
 
 @torch.no_grad()
-def test_a_chain_learns_the_nats_of_chunks():
-    made, given = chain(), torch.tensor([[0, 1, 2, 4, 3, 3]])
+@pytest.mark.parametrize("own_words", [False, True])
+def test_a_chain_learns_the_nats_of_chunks(own_words):
+    made, given = chain(own_words=own_words), torch.tensor([[0, 1, 2, 4, 3, 3]])
+    assert torch.equal(made.words, made.autoencoder.embedding.weight) != own_words
     table = chain_probabilities(made, made.hidden_states(given[:, :3])[0, 0])
     assert table.sum().item() == pytest.approx(1, abs=1e-5)
     loss = made(given, labels=given).loss

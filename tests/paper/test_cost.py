@@ -51,9 +51,9 @@ def test_flops_are_those_that_torch_counts(head):
     assert cost.inference_flops_per_token_with_candidates == pytest.approx(counted, rel=0.03)
 
 
-@pytest.mark.parametrize("head", ["energy", "chain"])
-def test_training_flops_are_those_that_torch_counts(head):
-    config = load_config("toy-calm", [f"language_model.head={head}"])
+@pytest.mark.parametrize(("head", "own_words"), [("energy", False), ("chain", False), ("chain", True)])
+def test_training_flops_are_those_that_torch_counts(head, own_words):
+    config = load_config("toy-calm", [f"language_model.head={head}", f"language_model.own_words={own_words}"])
     length, size = config.data.sequence_length // 4, 4
     cost = cost_of("mine", config, context=length, vocabulary=100)
     model = CalmForCausalLM(calm_config(config.language_model, autoencoder_config(config, 100))).train()

@@ -139,6 +139,21 @@ def test_words_can_begin_as_the_autoencoders(language_model, autoencoder, tmp_pa
             train(settings(language_model, "language_model.words_from_autoencoder=true", wrong), tmp_path / "x")
 
 
+def test_a_chain_can_have_words_of_its_own(language_model, autoencoder, tmp_path):
+    """They begin as the autoencoder's, which stay as they are, and learn."""
+    own = (*CHAIN, "language_model.own_words=true")
+    words = load_file(autoencoder / "model.safetensors")["embedding.weight"]
+    still = ("optimizer.learning_rate=1e-12", "optimizer.weight_decay=0", "train.steps=2")
+    train(settings(language_model, *own, *still), tmp_path / "still")
+    torch.testing.assert_close(load_calm(tmp_path / "still" / "model").words, words)
+    train(settings(language_model, *own), tmp_path / "run")
+    learnt = load_calm(tmp_path / "run" / "model")
+    assert torch.equal(learnt.autoencoder.embedding.weight, words)
+    assert (learnt.words - words).abs().max() > 1e-3
+    losses = metrics(tmp_path / "run")
+    assert losses[max(losses)] < losses[1]
+
+
 def test_a_pretrained_backbone_keeps_its_weights_and_words(language_model, prepared, tmp_path):
     torch.manual_seed(1)
     pretrained = LlamaForCausalLM(LlamaConfig(**BACKBONE, vocab_size=398))  # without the roles that were added

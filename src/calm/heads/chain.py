@@ -3,9 +3,10 @@
     P(chunk | hidden) = Π_k P(x_k | hidden, x_<k)     P(x_k = v | …) = softmax over v of w_v·state_k
     state_k = layers( W_k·hidden + the words before k, each through a map for its distance )
 
-The words w_v are the autoencoder's: read and written in the space that it has learnt, which stays as it is. The
-backbone, which is most of a model, still makes one step for K tokens; what is repeated for each token is small. No
-noise and no distance of vectors: this head has likelihoods, and a temperature costs it nothing.
+The words w_v are the autoencoder's: read and written in the space that it has learnt, which stays as it is, or, as
+`own_words`, is where words of the head's own begin. The backbone, which is most of a model, still makes one step for K
+tokens; what is repeated for each token is small. No noise and no distance of vectors: this head has likelihoods, and a
+temperature costs it nothing.
 """
 
 from torch import Tensor, nn
@@ -18,8 +19,11 @@ INITIAL_SPREAD = 0.02
 
 
 class ChainHead(nn.Module):
-    def __init__(self, hidden_size: int, word_size: int, chunk_size: int, num_layers: int):
+    def __init__(
+        self, hidden_size: int, word_size: int, chunk_size: int, num_layers: int, own_words: int | None = None
+    ):
         super().__init__()
+        self.own_words = None if own_words is None else nn.Embedding(own_words, word_size)  # else the autoencoder's
         self.word_size, self.distances = word_size, chunk_size - 1
         self.hidden = nn.Linear(hidden_size, chunk_size * word_size)
         self.before = nn.Linear(self.distances * word_size, word_size, bias=False) if self.distances else None

@@ -43,7 +43,8 @@ HEAD_FIELDS = {
 def build_head(config: CalmConfig) -> LatentHead | ChainHead:
     if config.is_chain:
         word_size = config.autoencoder_config.hidden_size
-        return ChainHead(config.hidden_size, word_size, config.chunk_size, config.num_head_layers)
+        own_words = config.vocab_size if config.own_words else None
+        return ChainHead(config.hidden_size, word_size, config.chunk_size, config.num_head_layers, own_words)
     fields = {name: getattr(config, name) for name in HEAD_FIELDS[config.head]}
     return LATENT_HEADS[config.head](config.hidden_size, config.latent_size, config.num_head_layers, **fields)
 
@@ -222,7 +223,14 @@ class CalmForCausalLM(PreTrainedModel):
     @property
     def words(self) -> Tensor:
         """The vectors of the vocabulary: (V, d)."""
-        return self.autoencoder.embedding.weight
+        own = self.head.own_words if isinstance(self.head, ChainHead) else None
+        return (own or self.autoencoder.embedding).weight
+
+    def take_autoencoder(self, autoencoder: ChunkAutoencoder) -> None:
+        """The weights of a trained autoencoder; words of the head's own begin as its words."""
+        self.autoencoder.load_state_dict(autoencoder.state_dict())
+        if isinstance(self.head, ChainHead) and self.head.own_words is not None:
+            self.head.own_words.load_state_dict(autoencoder.embedding.state_dict())
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
         """Continue texts; calm.sampling.generator.generate says how."""

@@ -76,6 +76,7 @@ class CalmConfig(PretrainedConfig):
         alpha: float = 1.0,  # exponent of the energy score
         noise_size: int = 64,  # of the energy head
         sampler: Literal["euler", "midpoint"] = "midpoint",  # of the flow head
+        own_words: bool = False,  # of the chain head: words of its own, which learn, instead of the autoencoder's
         num_sampling_steps: int | None = None,  # of the flow head (10, or 20 Euler steps) and the diffusion head (100)
         knows_fill: bool = True,  # whether fill ids at the front of texts were seen in training
         **kwargs,
@@ -114,6 +115,7 @@ class CalmConfig(PretrainedConfig):
         self.noise_size = noise_size
         self.sampler = sampler
         self.num_sampling_steps = num_sampling_steps
+        self.own_words = own_words
         self.knows_fill = knows_fill
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)

@@ -150,6 +150,7 @@ def _calm_cost(name: str, config: RunConfig, context: int, candidates: int, mode
     encoder, decoder, projection = _autoencoder_flops(model.autoencoder)
     tokens: Any = model.chunk_embedding.tokens
     embedding = _count(tokens) if tokens is not None else 0
+    own_words = 0
     forward = {
         "backbone": 2.0 * _matrices(model.backbone),
         "attention": _attention(model.config.backbone_config, context),
@@ -161,7 +162,9 @@ def _calm_cost(name: str, config: RunConfig, context: int, candidates: int, mode
     if isinstance(model.head, ChainHead):
         samples, decoder, training["autoencoder"] = 1, 0.0, training["autoencoder"] - encoder  # tokens, not latents
         every = sample  # of the head's maps that every token has
-        training["vocabulary projection"] = 2 * projection * _share_of_words(config, model.config.vocab_size)
+        own_words = _count(model.head.own_words) if model.head.own_words is not None else 0
+        passes = FORWARD_AND_BACKWARD if own_words else 2  # words that stay have no gradient
+        training["vocabulary projection"] = passes * projection * _share_of_words(config, model.config.vocab_size)
     derivative = 2 if model.config.head == "mean-flow" else 0  # forward with values and their changes beside them
     training["head"] = (FORWARD_AND_BACKWARD + derivative) * (once + samples * every)
     inference = {
@@ -174,7 +177,8 @@ def _calm_cost(name: str, config: RunConfig, context: int, candidates: int, mode
         "backbone": _count(model.backbone),
         "token embedding": embedding,
         "chunk embedding": _count(model.chunk_embedding) - embedding,
-        "head": _count(model.head),
+        "head": _count(model.head) - own_words,
+        "vocabulary projection": own_words,
         "autoencoder": _count(model.autoencoder),
     }
     parts = _parts(sizes, {n: f / size for n, f in training.items()}, {n: f / size for n, f in inference.items()})

@@ -148,7 +148,7 @@ class LanguageModelStage(Stage):
             pretrained = _pretrained_backbone(settings.backbone, tokenizer)
             model = CalmForCausalLM(calm_config(settings, autoencoder.config, pretrained and pretrained.config))
             model.config.knows_fill = False  # until it has seen some
-            model.autoencoder.load_state_dict(autoencoder.state_dict())
+            model.take_autoencoder(autoencoder)
             if pretrained is not None:
                 _take_backbone(model, pretrained)
             if settings.words_from_autoencoder:
