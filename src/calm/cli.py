@@ -316,7 +316,7 @@ def generate(
     logging.disable_progress_bar()
     with console.stderr.status("loading") if console.stderr.is_terminal else nullcontext():
         writer = Writer(located(model), default_device())
-    sampling = sampling.of(writer.model.config)
+    sampling = writer.predictor.resolve(sampling)
     text = _prompt(prompt)
     pieces = writer.write(
         [writer.tokenizer.encode(text)] * num_samples,

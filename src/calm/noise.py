@@ -33,6 +33,13 @@ class RowNoise:
         chosen.generators = [self.generators[place] for place in places]
         return chosen
 
+    @classmethod
+    def together(cls, parts: "list[RowNoise]") -> "RowNoise":
+        """The rows of several."""
+        joined = cls([])
+        joined.generators = [generator for part in parts for generator in part.generators]
+        return joined
+
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.draw(torch.randn, shape).to(dtype)
 

@@ -5,8 +5,9 @@ import torch
 
 from calm.errors import CalmWarning, ConfigError
 from calm.noise import RowNoise, ScaledNoise
-from calm.sampling.generator import Generation
+from calm.sampling.batch import Batch, Text, laid_out
 from calm.sampling.next_chunk import Sampling, next_chunks
+from calm.sampling.predictor import CalmPredictor
 from calm.sampling.vocabulary import search_of
 from tests.sampling.conftest import BACKBONE, END, FILL, make
 
@@ -18,13 +19,12 @@ GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positi
 
 
 def run(model, prompts, seeds, count, end_id=END, **options) -> list[list[int]]:
-    sampling = Sampling(**options)
-    generation = Generation(model, prompts, seeds, max_new_tokens=count, end_id=end_id, fill_id=FILL, sampling=sampling)
-    texts = [[] for _ in prompts]
-    while generation.running:
-        for number, tokens in generation.step().items():
-            texts[number] += tokens
-    return texts
+    texts = [Text(prompt, seed, count, Sampling(**options)) for prompt, seed in zip(prompts, seeds, strict=True)]
+    batch = Batch(CalmPredictor(model), end_id, FILL)
+    batch.join(texts)
+    while batch.joining or batch.texts:
+        batch.step()
+    return [text.new for text in texts]
 
 
 @torch.no_grad()
@@ -157,19 +157,19 @@ def test_a_low_temperature_makes_texts_alike():
 
 
 def test_the_share_of_candidates_that_agree_is_told():
-    generation = Generation(
-        make(2), [[5, 6]], [0], max_new_tokens=2, end_id=-1, fill_id=FILL, sampling=Sampling(0.25, 50, "batch")
-    )
-    generation.step()
-    assert 1 / 50 <= float(generation.chosen.agreement) <= 1
-    assert generation.spent.draws == 50
+    batch = Batch(CalmPredictor(make(2)), end_id=-1, fill_id=FILL)
+    batch.join([Text([5, 6], 0, 2, Sampling(0.25, 50, "batch"))])
+    (grown,) = batch.step()
+    assert grown.agreement is not None
+    assert 1 / 50 <= grown.agreement <= 1
+    assert batch.spent.draws == 50
 
 
 def test_a_model_that_never_saw_fill_gets_none():
-    model, new = make(4, knows_fill=False), {"max_new_tokens": 4, "end_id": END, "fill_id": FILL}
+    predictor = CalmPredictor(make(4, knows_fill=False))
 
     def begun(prompt):
-        return Generation(model, [prompt], [0], **new).next.tolist()
+        return laid_out(predictor, [prompt], END, FILL)[0].tolist()
 
     assert begun([5, 6, 7, 8, 9]) == [[[6, 7, 8, 9]]]
     assert begun([5, 6, 7, 8]) == [[[5, 6, 7, 8]]]

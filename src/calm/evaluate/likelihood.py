@@ -8,9 +8,9 @@ from torch import Tensor
 
 from calm.models.calm import CalmForCausalLM
 from calm.noise import RowNoise
-from calm.sampling.generator import whole_chunks
 from calm.sampling.mixture import Mixture, mixture_nats
 from calm.sampling.next_chunk import softmaxes
+from calm.sampling.predictor import CalmPredictor, readable
 from calm.sampling.vocabulary import search_of
 from calm.scores.vocabulary import nearest_words
 
@@ -44,8 +44,7 @@ def continuation_nats(
     size, device = model.config.chunk_size, model.device
     if not behind:
         return 0.0, True
-    if not model.config.knows_fill:
-        before = whole_chunks(before, size)
+    before = readable(CalmPredictor(model), before)
     ids = [fill_id] * (-len(before) % size) + before + behind
     first = (len(ids) - len(behind)) // size  # the first chunk to score
     whole = torch.tensor(ids[: (len(ids) - 1) // size * size], device=device)

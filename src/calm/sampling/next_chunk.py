@@ -170,7 +170,7 @@ def next_chunks(
     if sampling.temperature == 1 or sampling.method == "noise":
         source = ScaledNoise(noise, sampling.temperature) if sampling.method == "noise" else noise
         chunks = model.draw(hidden, 1, source, search)[0]
-        return Chosen(chunks, _sure(torch.ones_like(chunks[:, 0])))
+        return Chosen(chunks, sure(torch.ones_like(chunks[:, 0])))
     s = inverse(sampling.temperature)
     if sampling.method == "exact":
         return _exactly(model, search, hidden, sampling.temperature, noise)
@@ -205,7 +205,7 @@ def _mixture(
         logs.append(found[1])
     draws = torch.full((len(hidden),), count, device=hidden.device)
     log_probabilities = torch.cat(logs)
-    return Chosen(torch.cat(chunks), _sure(draws), log_probabilities.sum(1).exp(), log_probabilities)
+    return Chosen(torch.cat(chunks), sure(draws), log_probabilities.sum(1).exp(), log_probabilities)
 
 
 def _exactly(
@@ -227,7 +227,7 @@ def _exactly(
     )
 
 
-def _sure(draws: Tensor) -> Cost:
+def sure(draws: Tensor) -> Cost:
     return Cost(draws, torch.zeros_like(draws), torch.zeros_like(draws, dtype=torch.bool))
 
 

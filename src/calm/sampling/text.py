@@ -13,10 +13,10 @@ import torch
 from calm.data.loader import mix
 from calm.data.tokenizer import Tokenizer, load_tokenizer
 from calm.errors import ConfigError, UserError
-from calm.models.calm import CalmForCausalLM
-from calm.models.loading import load_calm
-from calm.sampling.generator import Generation, Spent
+from calm.models.loading import KINDS, load_calm, load_softmax, model_type
+from calm.sampling.batch import Batch, Spent, Text
 from calm.sampling.next_chunk import Sampling
+from calm.sampling.predictor import CalmPredictor, Predictor, SoftmaxPredictor
 
 UNFINISHED = "\ufffd"  # what a character's first bytes look like
 LONGEST_CHARACTER = 4  # bytes, so tokens at most
@@ -82,8 +82,8 @@ class Writer:
     """A model and its tokenizer, which continue texts."""
 
     def __init__(self, directory: Path, device: torch.device | str = "cpu"):
-        self.model: CalmForCausalLM = load_calm(directory)
-        self.model.to(torch.device(device)).eval()  # pyright: ignore[reportArgumentType]
+        self.predictor = _predictor(directory)
+        self.model = self.predictor.model.to(torch.device(device)).eval()
         if not (directory / "tokenizer.json").exists():
             raise UserError(f"{directory} holds no tokenizer.json, so it cannot read or write text; put its own there")
         self.tokenizer = load_tokenizer(str(directory))
@@ -93,6 +93,10 @@ class Writer:
                 f"the tokenizer in {directory} has {self.tokenizer.vocab_size} ids and the model only "
                 f"{self.model.config.vocab_size}: it is not its own"
             )
+
+    def batch(self) -> Batch:
+        """An empty batch for texts of this model."""
+        return Batch(self.predictor, self.tokenizer.end_id, self.tokenizer.fill_id)
 
     def write(
         self,
@@ -108,27 +112,33 @@ class Writer:
 
         A last piece without tokens holds what had been kept back. `spent` says what it costs.
         """
-        tokenizer = self.tokenizer
         numbers = range(len(prompts)) if numbers is None else numbers
-        texts = [GrowingText(tokenizer, stops[place] if stops else ()) for place in range(len(prompts))]
-        generation = Generation(
-            self.model,
-            list(prompts),
-            [int(mix(seed, NOISE_OF_TEXTS, number) >> 1) for number in numbers],
-            max_new_tokens=max_new_tokens,
-            end_id=tokenizer.end_id,
-            fill_id=tokenizer.fill_id,
-            sampling=sampling,
-        )
-        self.spent = generation.spent
-        while generation.running:
-            found = generation.step()
-            agreement = generation.chosen.agreement
-            shares = [None] * len(found) if agreement is None else agreement.tolist()
-            for (place, ids), share in zip(found.items(), shares, strict=True):
-                yield Piece(place, texts[place].push(ids), ids, share)
-                if texts[place].stopped:
-                    generation.end([place])
-        for place, text in enumerate(texts):
-            if rest := text.finish():
+        shown = [GrowingText(self.tokenizer, stops[place] if stops else ()) for place in range(len(prompts))]
+        texts = [
+            Text(prompt, noise_seed(seed, number), max_new_tokens, sampling)
+            for prompt, number in zip(prompts, numbers, strict=True)
+        ]
+        places = {id(text): place for place, text in enumerate(texts)}
+        batch = self.batch()
+        batch.join(texts)
+        self.spent = batch.spent
+        while batch.joining or batch.texts:
+            for text, ids, share in batch.step():
+                place = places[id(text)]
+                yield Piece(place, shown[place].push(ids), ids, share)
+                if shown[place].stopped:
+                    batch.leave([text])
+        for place, growing in enumerate(shown):
+            if rest := growing.finish():
                 yield Piece(place, rest, [])
+
+
+def noise_seed(seed: int, number: int) -> int:
+    """What seeds the noise of the text with this number."""
+    return int(mix(seed, NOISE_OF_TEXTS, number) >> 1)
+
+
+def _predictor(directory: Path) -> Predictor:
+    if model_type(directory) in KINDS:
+        return CalmPredictor(load_calm(directory))
+    return SoftmaxPredictor(load_softmax(directory))
