@@ -21,7 +21,7 @@ ORDER = [
     {"serve", "paper"},
     {"quickstart"},
     {"console"},
-    {"evaluate_command", "reproduce_command"},
+    {"evaluate_command", "reproduce_command", "serve_command"},
     {"cli"},
     {"__main__"},
 ]

@@ -347,6 +347,44 @@ def _prompt(given: str) -> str:
     return text
 
 
+@app.command(epilog="Example: calm serve runs/laptop-calm/model --baseline runs/laptop-transformer/model --port 8080")
+def serve(
+    model: Annotated[Path, typer.Argument(help="A model's directory, or the word bundled.")],
+    baseline: Annotated[Path | None, typer.Option(help="A Transformer to serve beside it, to compare.")] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="CALM_API_KEY", help="Who has one may ask; may be repeated. Other users see arguments."),
+    ] = None,
+    open_to_all: Annotated[
+        bool, typer.Option("--open-to-all", help="Listen on other addresses than this machine's without a key.")
+    ] = False,
+    max_batch: Annotated[int, typer.Option(min=1, help="Texts that grow at once.")] = 32,
+    max_queue: Annotated[int, typer.Option(min=0, help="Texts that may wait; further ones get a 429.")] = 256,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a prompt.")] = 4096,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of a text.")] = 2048,
+    max_candidates: Annotated[int, typer.Option(min=1, help="Of a chunk.")] = 1000,
+    max_seconds: Annotated[float, typer.Option(min=0.1, help="Of a request, waiting included.")] = 300.0,
+) -> None:
+    """Serve a model: OpenAI's completions, streams with an event for each chunk, and a page to play with."""
+    from transformers.utils import logging
+
+    from calm import serve_command
+    from calm.serve.limits import Limits
+
+    logging.disable_progress_bar()
+    limits = Limits(
+        max_batch=max_batch,
+        max_queue=max_queue,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        max_candidates=max_candidates,
+        max_seconds=max_seconds,
+    )
+    serve_command.serve(model, baseline, host, port, api_key or [], open_to_all, limits)
+
+
 @app.command(epilog="Example: calm config laptop-autoencoder --set data.batch_size=8")
 def config(
     recipe: Annotated[str | None, typer.Argument(help="A shipped recipe, or a file; none lists them.")] = None,
