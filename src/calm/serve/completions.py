@@ -52,7 +52,8 @@ class Answer:
         }
 
     async def whole(self, http: Request) -> Response:
-        texts, finishes = list(self.echoed), [None] * len(self.jobs)
+        texts = list(self.echoed)
+        finishes: list[str | None] = [None] * len(self.jobs)
         async for index, event in self._events(http):
             if event.finish == "error":
                 raise ApiError(500, f"the model failed: {event.text}", kind="server_error")
