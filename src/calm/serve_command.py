@@ -19,11 +19,11 @@ def serve(
 ) -> None:
     if any(not key.strip() for key in keys):
         raise UserError("an API key is empty; leave --api-key out to serve without keys")
-    listening = run.bind(host, port, bool(keys), open_to_all)
+    listening = run.bind(host, port, bool(keys), open_to_all)  # before the model is read, which takes seconds
     with console.stderr.status("loading") if console.stderr.is_terminal else nullcontext():
         writers = run.load_writers(model, baseline)
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listening.getsockname()[1]}"
     console.stderr.print(f"Serving {', '.join(writers)} at {url} (a page to play with), {url}/v1 (OpenAI's clients)")
     console.stderr.print("Ctrl-C finishes what is under way and ends; twice ends at once.")
-    run.serve(writers, listening, limits, keys)
+    run.make_server(writers, limits, keys).run(sockets=[listening])

@@ -83,7 +83,7 @@ class Keys:
     def check(self, authorization: str | None) -> None:
         if not self.keys:
             return
-        given = (authorization or "").removeprefix("Bearer ").encode()
+        given = (authorization or "").removeprefix("Bearer ").encode("latin-1")  # the bytes that came
         matches = [hmac.compare_digest(given, key) for key in self.keys]  # all of them, always
         if not any(matches):
             message = "a valid API key is needed, as 'Authorization: Bearer KEY'"

@@ -5,7 +5,7 @@ import secrets
 import time
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
 
 from calm.data.tokenizer import Tokenizer
 from calm.errors import ConfigError
@@ -25,6 +25,15 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {  # fields that cannot work: 
     "suffix": ((None, ""), "texts are continued at their end only"),
 }
 
+
+def _well_formed(text: str) -> str:
+    """JSON can name halves of characters, which no text has."""
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError("it has half a character (a lone surrogate)")
+    return text
+
+
+String = Annotated[str, Field(strict=True), AfterValidator(_well_formed)]
 Number = StrictInt | StrictFloat
 TokenId = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 
@@ -43,8 +52,8 @@ class CompletionRequest(BaseModel):
         },
     )
 
-    model: StrictStr = Field(max_length=256, description="One of /v1/models.")
-    prompt: StrictStr | list[StrictStr] | list[TokenId] | list[list[TokenId]] = Field(
+    model: String = Field(max_length=256, description="One of /v1/models.")
+    prompt: String | list[String] | list[TokenId] | list[list[TokenId]] = Field(
         "", description="A text, several, or token ids."
     )
     max_tokens: Annotated[int, Field(strict=True, ge=1)] | None = Field(None, description="By default 16, as OpenAI's.")
@@ -53,14 +62,14 @@ class CompletionRequest(BaseModel):
         description="Above 0 and at most 1, for models with a chain head and Transformers also more; 1 by default.",
     )
     n: Annotated[int, Field(strict=True, ge=1)] | None = Field(None, description="Texts for each prompt.")
-    stop: StrictStr | list[StrictStr] | None = Field(None, description="Where texts end; not part of them.")
+    stop: String | list[String] | None = Field(None, description="Where texts end; not part of them.")
     seed: Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)] | None = Field(
         None, description="The same seed, the same noise, whoever else is served."
     )
     stream: StrictBool | None = Field(None, description="An event for each chunk.")
     stream_options: StreamOptions | None = None
     echo: StrictBool | None = Field(None, description="Begin with the prompt.")
-    user: StrictStr | None = Field(None, description="Taken and not used.")
+    user: String | None = Field(None, description="Taken and not used.")
     num_candidates: Annotated[int, Field(strict=True, ge=1)] | None = Field(
         None, description="Ours: draws for each chunk at a low temperature."
     )
@@ -71,7 +80,7 @@ class CompletionRequest(BaseModel):
     presence_penalty: Number | None = Field(None, description="Only 0.")
     frequency_penalty: Number | None = Field(None, description="Only 0.")
     logit_bias: dict[str, Number] | None = Field(None, description="Only empty.")
-    suffix: StrictStr | None = Field(None, description="Only empty.")
+    suffix: String | None = Field(None, description="Only empty.")
 
 
 def check_possible(request: CompletionRequest) -> None:

@@ -35,7 +35,7 @@ def name_of(directory: Path) -> str:
 
 
 def bind(host: str, port: int, has_keys: bool, open_to_all: bool) -> socket.socket:
-    """A socket that listens; without keys on this machine only, unless told otherwise."""
+    """A socket to listen on; without keys on this machine only, unless told otherwise."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -97,7 +97,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def serve(writers: dict[str, Writer], listening: socket.socket, limits: Limits, keys: list[str]) -> None:
+def make_server(writers: dict[str, Writer], limits: Limits, keys: list[str]) -> Server:
     app = create_app(writers, limits, keys)
     config = uvicorn.Config(
         app,
@@ -111,6 +111,4 @@ def serve(writers: dict[str, Writer], listening: socket.socket, limits: Limits, 
         timeout_keep_alive=10,
         timeout_graceful_shutdown=int(limits.stalled),
     )
-    server = Server(config)
-    listening.listen(MOST_CONNECTIONS)
-    server.run(sockets=[listening])
+    return Server(config)

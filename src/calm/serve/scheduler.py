@@ -66,7 +66,8 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        return self.thread.is_alive()
+        """Its thread ends by itself only once everything is done."""
+        return self.thread.is_alive() or (self.draining and self.idle)
 
     @property
     def idle(self) -> bool:
