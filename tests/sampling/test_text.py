@@ -25,6 +25,14 @@ def test_pieces_are_the_text_and_whole_characters(text, step):
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+@given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=30), st.integers(1, 5))
+def test_tokens_in_any_order_are_shown_as_they_are_decoded_whole(ids, step):
+    """Most of these are bytes that make no characters."""
+    growing = GrowingText(TOKENIZER)
+    pieces = [growing.push(ids[start : start + step]) for start in range(0, len(ids), step)]
+    assert "".join(pieces) + growing.finish() == TOKENIZER.decode(ids)
+
+
 @given(TEXTS, st.text(st.sampled_from(list("the \n漢")), min_size=1, max_size=4), st.integers(1, 5))
 def test_the_text_ends_before_a_stop(text, stop, step):
     pieces, growing = grow(text, [stop], step)

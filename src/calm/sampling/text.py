@@ -31,6 +31,11 @@ class GrowingText:
             raise ConfigError("a stop string must have a character")
         self.tokenizer, self.stops = tokenizer, list(stops)
         self.ids: list[int] = []
+        self.text = ""  # of the tokens before `sure`: whole characters
+        self.window, self.sure = (
+            0,
+            0,
+        )  # the last of them are decoded again with new ones, which may need to stand behind
         self.shown = 0  # characters that were given out
         self.stopped = False
 
@@ -39,7 +44,7 @@ class GrowingText:
         if self.stopped:
             return ""
         self.ids += ids
-        text = self.tokenizer.decode(self.ids)
+        text = self._text()
         if (cut := self._stop(text)) is not None:
             self.stopped = True
             return self._show(text, cut)
@@ -49,8 +54,16 @@ class GrowingText:
 
     def finish(self) -> str:
         """The rest, when no more tokens come."""
-        text = self.tokenizer.decode(self.ids)
+        text = self._text()
         return "" if self.stopped else self._show(text, len(text))
+
+    def _text(self) -> str:
+        """All that the tokens say so far, at the cost of the last ones."""
+        before = self.tokenizer.decode(self.ids[self.window : self.sure])
+        text = self.text + self.tokenizer.decode(self.ids[self.window :])[len(before) :]
+        if not text.endswith(UNFINISHED):
+            self.text, self.window, self.sure = text, self.sure, len(self.ids)
+        return text
 
     def _show(self, text: str, end: int) -> str:
         new = text[self.shown : end]

@@ -27,6 +27,12 @@ OF_PAGES = {  # they need nothing from elsewhere, and nobody may put them into a
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The texts, whole or, with stream, as server-sent events that end with [DONE].",
+        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
+    }
+}
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "The request cannot be served as it is; the message says why."},
     401: {"description": "No valid API key."},
@@ -39,10 +45,12 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(writers: dict[str, Writer], limits: Limits | None = None, keys: list[str] | None = None) -> FastAPI:
+def create_app(
+    writers: dict[str, Writer], limits: Limits, keys: list[str], scheduler: type[Scheduler] = Scheduler
+) -> FastAPI:
     """An application that serves models by name; the first is the one to play with, a second its baseline."""
-    limits, metrics, lock = limits or Limits(), Metrics(), Keys(keys or [])
-    schedulers = {name: Scheduler(name, writer, limits, metrics) for name, writer in writers.items()}
+    metrics, lock = Metrics(), Keys(keys)
+    schedulers = {name: scheduler(name, writer, limits, metrics) for name, writer in writers.items()}
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -59,7 +67,7 @@ def create_app(writers: dict[str, Writer], limits: Limits | None = None, keys: l
     def authorized(authorization: Annotated[str | None, Header()] = None) -> None:
         lock.check(authorization)
 
-    @app.post("/v1/completions", dependencies=[Depends(authorized)], responses=ERRORS, tags=["OpenAI"])
+    @app.post("/v1/completions", dependencies=[Depends(authorized)], responses=ANSWERS | ERRORS, tags=["OpenAI"])
     async def completions(asked: CompletionRequest, http: Request) -> Response:
         """Continue a text by chunks of K tokens, whole or as a stream."""
         return await complete(http, asked, _known(asked.model), limits)
@@ -73,6 +81,7 @@ def create_app(writers: dict[str, Writer], limits: Limits | None = None, keys: l
 
     @app.get("/v1/models/{name:path}", dependencies=[Depends(authorized)], responses=no_model, tags=["OpenAI"])
     async def model(name: str) -> dict[str, Any]:
+        """One of the models."""
         return _described(_known(name), limits)
 
     @app.get("/health", tags=["operation"], responses={503: {"description": "A model's thread has ended."}})
@@ -101,6 +110,9 @@ def create_app(writers: dict[str, Writer], limits: Limits | None = None, keys: l
             raise ApiError(404, message, param="model", code="model_not_found")
         return schedulers[name]
 
+    for described in app.openapi()["paths"].values():  # kept by FastAPI, which says 422 where we say 400
+        for operation in described.values():
+            operation["responses"].pop("422", None)
     app.exception_handler(ApiError)(_tell)
     app.exception_handler(RequestValidationError)(_invalid)
     app.exception_handler(HTTPException)(_other)
