@@ -192,13 +192,22 @@ def test_a_long_body_is_not_read(start):
 
 def test_slow_clients_are_let_go(start):
     server = start(patience=0.5)
-    with server.connect() as slow_head, server.connect() as slow_body, server.connect() as silent:
+    with (
+        server.connect() as slow_head,
+        server.connect() as slow_body,
+        server.connect() as silent,
+        server.connect() as kept,
+    ):
+        kept.sendall(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
+        while not kept.recv(1000).endswith(b"}"):
+            pass
+        kept.sendall(b"GET /ready HTTP/1.1\r\nHost:")  # the second request of a connection
         slow_head.sendall(b"POST /v1/completions HTTP/1.1\r\nHost:")
         slow_body.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         assert server.ask(max_tokens=2).status_code == 200  # others do not notice
         assert b"408" in slow_body.recv(100)
-        assert slow_head.recv(100) == b""
-        assert silent.recv(100) == b""
+        for connection in (slow_head, silent, kept):
+            assert connection.recv(100) == b""
 
 
 def test_keys(start):

@@ -63,10 +63,15 @@ class Patient(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.loop.call_later(self.patience, self._still_nothing)
+        self.until = self.loop.call_later(self.patience, self._still_nothing)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.until.cancel()
+        self.until = self.loop.call_later(self.patience, self._still_nothing)
 
     def _still_nothing(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+        if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
             self.transport.close()
 
 
