@@ -275,7 +275,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the continuation, at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="Above 0; lower is less surprising, 1 the model as it is.")] = 1.0,
     num_candidates: Annotated[
-        int | None, typer.Option(min=1, help="Draws for each chunk below temperature 1: 200, of mixture 64.")
+        int | None, typer.Option(min=1, help="Draws for each chunk below temperature 1: 200, of mixture 64; of exact the most.")
     ] = None,
     method: Annotated[
         Method | None,

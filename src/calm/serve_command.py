@@ -26,4 +26,5 @@ def serve(
     url = f"http://{shown}:{listening.getsockname()[1]}"
     console.stderr.print(f"Serving {', '.join(writers)} at {url} (a page to play with), {url}/v1 (OpenAI's clients)")
     console.stderr.print("Ctrl-C finishes what is under way and ends; twice ends at once.")
+    run.allow_connections()
     run.make_server(writers, limits, keys).run(sockets=[listening])

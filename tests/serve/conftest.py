@@ -26,6 +26,7 @@ class Running:
 
     def __init__(self, writers: dict[str, Writer], limits: Limits, keys: list[str]):
         listening = run.bind("127.0.0.1", 0, True, False)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the system should not read for a client
         self.port = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.server = run.make_server(writers, limits, keys)
@@ -67,7 +68,11 @@ class Running:
         return allowed
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(30)
+        connection.connect(("127.0.0.1", self.port))
+        return connection
 
     def stop(self) -> None:
         self.server.handle_exit(15, None)

@@ -77,13 +77,13 @@ def test_stop_strings_and_echo_in_streams(server):
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_no_event_holds_half_a_character(server):
+def test_no_event_holds_half_a_character(server, writers):
+    tokenizer = writers["calm-2"].tokenizer
     for seed in range(5):  # random weights write many bytes that are no characters, and some that are
-        answer = server.ask(max_tokens=60, seed=seed)
-        assert (
-            "".join(e["choices"][0]["text"] for e in server.stream(max_tokens=60, seed=seed))
-            == (answer.json()["choices"][0]["text"])
-        )
+        choices = [event["choices"][0] for event in server.stream(max_tokens=60, seed=seed)]
+        ids = [token for choice in choices for token in choice["chunk"]["ids"]]
+        assert "".join(choice["text"] for choice in choices) == tokenizer.decode(ids)
+        assert server.text(max_tokens=60, seed=seed) == tokenizer.decode(ids)
 
 
 def test_openais_own_client(server, writers):
@@ -136,6 +136,13 @@ def test_openais_own_client(server, writers):
         ({"seed": 2**70}, "seed"),
         ({"echo": "yes"}, "echo"),
         ({"temprature": 0.5}, "there is no field 'temprature'"),
+        ({"x" * 10_000: 1}, "there is no field 'xxx"),
+        ({"suffix": "x" * 10_000}, "…"),
+        ({"stream": True, "stream_options": {"usage": True}}, "there is no field 'stream_options.usage'"),
+        ({"prompt": [0.5] * 200_000}, "prompt"),
+        ({"prompt": [""] * 200_000}, "n times the number of prompts is 200000"),
+        ({"n": 32, "temperature": 0.5, "num_candidates": 1000}, "candidates of all texts is 32000"),
+        ({"n": 32, "temperature": 0.5, "method": "exact"}, "candidates of all texts is 32000"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_a_reason(server, fields, message):
@@ -216,8 +223,9 @@ def test_keys(start):
         for path in ("/v1/models", "/v1/models/calm-2"):
             assert server.client.get(path, headers=header).status_code == 401
         assert server.client.post("/v1/completions", json={}, headers=header).status_code == 401
-    for key in ("first", "sécond"):
-        header = {"Authorization": f"Bearer {key}".encode()}
+    assert server.client.get("/v1/models", headers={"Authorization": "first"}).status_code == 401
+    for scheme, key in (("Bearer", "first"), ("bearer", "sécond")):
+        header = {"Authorization": f"{scheme} {key}".encode()}
         assert server.client.get("/v1/models", headers=header).status_code == 200
     for path in ("/health", "/ready", "/metrics", "/", "/docs", "/openapi.json"):
         assert server.client.get(path).status_code == 200
@@ -235,6 +243,7 @@ def test_a_full_queue_refuses_at_once(start):
         for connection in (running, waiting):
             assert b"200 OK" in connection.recv(100)
     assert server.ask(max_tokens=2).status_code == 200
+    assert server.ask(n=3, max_tokens=2).status_code == 400  # no wait would help
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -261,10 +270,23 @@ def test_a_reader_that_does_not_read_blocks_nobody(start):
         assert silent.recv(10) == b"HTTP/1.1 2"
 
 
+def test_a_client_that_reads_nothing_is_let_go(start):
+    server = start(stalled=0.5)
+    connections = server.server.server_state.connections
+    with server.send(max_tokens=2000, stream=True):
+        wait_for(lambda: connections)
+        wait_for(lambda: not connections)
+    wait_for(lambda: server.schedulers["calm-2"].idle)
+    assert server.ask(max_tokens=2).status_code == 200
+
+
 def test_time_is_limited(start):
     server = start(max_seconds=0.5, max_batch=1)
-    allowed = server.step_by_step()
-    with server.send(max_tokens=1000) as running, server.send(max_tokens=4) as waiting:
+    scheduler, allowed = server.schedulers["calm-2"], server.step_by_step()
+    with server.send(max_tokens=1000) as running:
+        wait_for(lambda: scheduler.running)
+        waiting = server.send(max_tokens=4)
+        wait_for(lambda: scheduler.waiting)
         time.sleep(1)
         allowed.release(100)
         assert b"429" in waiting.recv(100)  # it never had a place
@@ -304,6 +326,19 @@ def test_the_end_finishes_what_runs_and_waits_and_refuses_what_comes(start):
             assert b"200 OK" in connection.recv(100)
     server.thread.join(30)
     assert not server.thread.is_alive()
+
+
+def test_a_second_signal_ends_it_at_once(start):
+    server = start()
+    scheduler, allowed = server.schedulers["calm-2"], server.step_by_step()
+    with server.send(max_tokens=8):
+        wait_for(lambda: scheduler.running)
+        for _ in range(2):
+            server.server.handle_exit(15, None)
+        server.thread.join(30)
+        assert not server.thread.is_alive()  # though its text is not finished
+        assert scheduler.running
+    allowed.release(100)
 
 
 def test_addresses():

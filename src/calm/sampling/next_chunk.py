@@ -20,7 +20,7 @@ from calm.models.configuration import CalmConfig
 from calm.noise import RowNoise, ScaledNoise, draw_uniform
 from calm.sampling.candidates import UNKNOWN, Candidates
 from calm.sampling.mixture import Cut, Softmaxes, sample_mixture
-from calm.sampling.rejection import sample_at_temperature
+from calm.sampling.rejection import MOST_DRAWS, sample_at_temperature
 from calm.sampling.temperature import (
     Cost,
     grow_until_settled,
@@ -32,6 +32,7 @@ from calm.sampling.vocabulary import VocabularySearch
 
 Method = Literal["token", "batch", "exact", "mixture", "noise"]
 MANY, FEW = 200, 64  # candidates: those that are counted, those whose softmaxes are averaged
+NUMBERS: dict[Method | None, int] = {"mixture": FEW, "exact": MOST_DRAWS}  # of other methods MANY
 ROOM = 2**26  # probabilities held at once
 BLOCK = 25  # candidates that are drawn at once where a tolerance may spare the rest
 
@@ -41,7 +42,8 @@ class Sampling:
     """How chunks are chosen."""
 
     temperature: float = 1.0
-    num_candidates: int | None = None  # N; by default 200, and 64 for "mixture", of which a chain needs one
+    # N; by default 200, and 64 for "mixture", of which a chain needs one; of "exact" the most draws
+    num_candidates: int | None = None
     method: Method | None = None  # by default "token", and "mixture" for a chain
     tolerance: float = 0.0  # of "batch": the total variation at which no more candidates are drawn; 0 is all of them
     refill: bool = False  # of "token": draw anew where fewer than 1/T candidates agree with the tokens so far
@@ -88,7 +90,13 @@ class Sampling:
 
     @property
     def number(self) -> int:
-        return self.num_candidates or (FEW if self.method == "mixture" else MANY)
+        return self.num_candidates or NUMBERS.get(self.method, MANY)
+
+    @property
+    def draws(self) -> int:
+        """Of a chunk, at most."""
+        single = self.method == "noise" or (self.temperature == 1 and self.method != "mixture")
+        return 1 if single else self.number
 
     @property
     def cut(self) -> Cut:
@@ -173,7 +181,7 @@ def next_chunks(
         return Chosen(chunks, sure(torch.ones_like(chunks[:, 0])))
     s = inverse(sampling.temperature)
     if sampling.method == "exact":
-        return _exactly(model, search, hidden, sampling.temperature, noise)
+        return _exactly(model, search, hidden, sampling, noise)
     if sampling.method == "token":
         pool, fewest = draw(sampling.number), math.ceil(s) if sampling.refill else 0
         chunks, cost = sample_token_by_token(pool, s, generator=noise, refill=sampling.number, fewest=fewest)
@@ -209,7 +217,7 @@ def _mixture(
 
 
 def _exactly(
-    model: CalmForCausalLM, search: VocabularySearch, hidden: Tensor, temperature: float, noise: RowNoise
+    model: CalmForCausalLM, search: VocabularySearch, hidden: Tensor, sampling: Sampling, noise: RowNoise
 ) -> Chosen:
     """Algorithm 1, row for row: each takes as many draws as it needs."""
     chunks, costs = [], []
@@ -219,7 +227,9 @@ def _exactly(
         def draw(count: int, row: int = row, own: RowNoise = own) -> Tensor:
             return model.draw(hidden[row : row + 1], count, own, search)[:, 0]
 
-        chunk, cost = sample_at_temperature(draw, temperature, generator=own.generators[0])
+        chunk, cost = sample_at_temperature(
+            draw, sampling.temperature, generator=own.generators[0], most_draws=sampling.number
+        )
         chunks.append(chunk)
         costs.append(cost)
     return Chosen(

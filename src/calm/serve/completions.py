@@ -13,20 +13,23 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from calm.errors import ConfigError
 from calm.serve.limits import ApiError, Limits, error_body, too_busy
-from calm.serve.requests import CompletionRequest, check_possible, jobs_of, prompts_of
+from calm.serve.requests import CompletionRequest, check_limit, check_possible, jobs_of, prompts_of
 from calm.serve.scheduler import Event, Job, Scheduler
 
 
 async def complete(http: Request, asked: CompletionRequest, scheduler: Scheduler, limits: Limits) -> Response:
     check_possible(asked)
     tokenizer = scheduler.writer.tokenizer
-    prompts = await run_in_threadpool(prompts_of, asked, tokenizer)  # a long text takes its time
+    prompts = await run_in_threadpool(prompts_of, asked, tokenizer, limits)  # a long text takes its time
     jobs = jobs_of(asked, prompts, tokenizer, limits)
     try:
         for job in jobs:
             scheduler.check(job.text)
     except ConfigError as error:
         raise ApiError(400, str(error)) from error
+    draws = sum(job.text.sampling.draws for job in jobs)
+    check_limit("the number of candidates of all texts", draws, limits.max_draws)
+    check_limit("the number of texts", len(jobs), limits.max_batch + limits.max_queue)
     scheduler.submit(jobs)
     answer = Answer(asked, scheduler, jobs, prompts)
     if asked.stream:

@@ -1,4 +1,4 @@
-"""What stands before the application: bodies that are too long or too slow, and clients that do not read."""
+"""What stands before the application: bodies that are too long or too slow, and API keys."""
 
 import asyncio
 import hmac
@@ -21,18 +21,17 @@ class Guard:
             await self.app(scope, receive, send)
             return
 
-        async def patient_send(message: Message) -> None:
+        async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route = scope.get("route")
                 self.count(getattr(route, "path", "unknown"), message["status"])
-            async with asyncio.timeout(self.limits.stalled):
-                await send(message)
+            await send(message)
 
         try:
             body = await self._body(scope, receive)
         except ApiError as error:
             answer = JSONResponse(error.body, error.status, {**error.headers, "Connection": "close"})
-            await answer(scope, receive, patient_send)
+            await answer(scope, receive, counted)
             return
         if body is None:
             return
@@ -45,10 +44,7 @@ class Guard:
             given = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        try:
-            await self.app(scope, replay, patient_send)
-        except TimeoutError:
-            return  # a client that reads nothing; the connection is closed behind us
+        await self.app(scope, replay, counted)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         """None where the client left."""
@@ -83,8 +79,9 @@ class Keys:
     def check(self, authorization: str | None) -> None:
         if not self.keys:
             return
-        given = (authorization or "").removeprefix("Bearer ").encode("latin-1")  # the bytes that came
-        matches = [hmac.compare_digest(given, key) for key in self.keys]  # all of them, always
-        if not any(matches):
+        scheme, _, given = (authorization or "").partition(" ")
+        key_given = given.encode("latin-1")  # the bytes that came
+        matches = [hmac.compare_digest(key_given, key) for key in self.keys]  # all of them, always
+        if scheme.lower() != "bearer" or not any(matches):
             message = "a valid API key is needed, as 'Authorization: Bearer KEY'"
             raise ApiError(401, message, kind="authentication_error", code="invalid_api_key")

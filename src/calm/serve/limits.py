@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+MOST_SHOWN = 100  # characters of what was sent
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -13,6 +15,7 @@ class Limits:
     max_prompt_tokens: int = 4096
     max_new_tokens: int = 2048  # of a text
     max_candidates: int = 1000  # of a chunk
+    max_draws: int = 8000  # of a step of a request: candidates of all its texts
     max_texts: int = 32  # of a request: prompts times n
     max_stops: int = 4
     max_stop_length: int = 200  # characters
@@ -38,6 +41,12 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.headers = status, headers or {}
         self.body = error_body(message, kind, param, code)
+
+
+def shown(value: Any) -> str:
+    """What a client sent, as far as an answer repeats it."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

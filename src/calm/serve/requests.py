@@ -12,7 +12,7 @@ from calm.errors import ConfigError
 from calm.sampling.batch import Text
 from calm.sampling.next_chunk import Method, Sampling
 from calm.sampling.text import GrowingText, noise_seed
-from calm.serve.limits import ApiError, Limits
+from calm.serve.limits import ApiError, Limits, shown
 from calm.serve.scheduler import Job
 
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {  # fields that cannot work: the values that ask for nothing, and why
@@ -36,6 +36,9 @@ def _well_formed(text: str) -> str:
 String = Annotated[str, Field(strict=True), AfterValidator(_well_formed)]
 Number = StrictInt | StrictFloat
 TokenId = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+Few = Field(fail_fast=True)  # a long list that is wrong is wrong at its first element: others cost seconds
+Strings = Annotated[list[String], Few]
+TokenIds = Annotated[list[TokenId], Few]
 
 
 class StreamOptions(BaseModel):
@@ -53,8 +56,8 @@ class CompletionRequest(BaseModel):
     )
 
     model: String = Field(max_length=256, description="One of /v1/models.")
-    prompt: String | list[String] | list[TokenId] | list[list[TokenId]] = Field(
-        "", description="A text, several, or token ids."
+    prompt: String | Strings | TokenIds | Annotated[list[TokenIds], Few] | None = Field(
+        None, description="A text, several, or token ids; by default the empty text."
     )
     max_tokens: Annotated[int, Field(strict=True, ge=1)] | None = Field(None, description="By default 16, as OpenAI's.")
     temperature: Annotated[float, Field(strict=True, gt=0, le=2, allow_inf_nan=False)] | None = Field(
@@ -62,7 +65,7 @@ class CompletionRequest(BaseModel):
         description="Above 0 and at most 1, for models with a chain head and Transformers also more; 1 by default.",
     )
     n: Annotated[int, Field(strict=True, ge=1)] | None = Field(None, description="Texts for each prompt.")
-    stop: String | list[String] | None = Field(None, description="Where texts end; not part of them.")
+    stop: String | Strings | None = Field(None, description="Where texts end; not part of them.")
     seed: Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)] | None = Field(
         None, description="The same seed, the same noise, whoever else is served."
     )
@@ -87,20 +90,22 @@ def check_possible(request: CompletionRequest) -> None:
     """Refuse what a CALM model cannot do, and say why."""
     for field, (neutral, reason) in NEUTRAL.items():
         if (value := getattr(request, field)) not in neutral:
-            raise ApiError(400, f"{field} = {value!r} cannot work: {reason}", param=field, code="unsupported_value")
+            message = f"{field} = {shown(value)} cannot work: {reason}"
+            raise ApiError(400, message, param=field, code="unsupported_value")
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options is for streams; set stream to true", param="stream_options")
 
 
-def prompts_of(request: CompletionRequest, tokenizer: Tokenizer) -> list[tuple[str, list[int]]]:
+def prompts_of(request: CompletionRequest, tokenizer: Tokenizer, limits: Limits) -> list[tuple[str, list[int]]]:
     """The prompts as text and as ids."""
-    given = request.prompt
+    given = "" if request.prompt is None else request.prompt
     if isinstance(given, str):
         texts: list[Any] = [given]
     elif not given:
         raise ApiError(400, "prompt is an empty list; give a text, which may be empty", param="prompt")
     else:
         texts = [given] if isinstance(given[0], int) else list(given)
+    check_limit("n times the number of prompts", (request.n or 1) * len(texts), limits.max_texts)
     return [
         (text, tokenizer.encode(text)) if isinstance(text, str) else (_decoded(text, tokenizer), list(text))
         for text in texts
@@ -114,6 +119,11 @@ def _decoded(ids: list[int], tokenizer: Tokenizer) -> str:
     return tokenizer.decode(ids)
 
 
+def check_limit(name: str, value: int, most: int) -> None:
+    if value > most:
+        raise ApiError(400, f"{name} is {value}, and this server takes at most {most}", code="limit_exceeded")
+
+
 def jobs_of(
     request: CompletionRequest, prompts: list[tuple[str, list[int]]], tokenizer: Tokenizer, limits: Limits
 ) -> list[Job]:
@@ -122,20 +132,19 @@ def jobs_of(
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     longest = max(len(ids) for _, ids in prompts)
     for name, value, most in (
-        ("n times the number of prompts", count * len(prompts), limits.max_texts),
         ("max_tokens", length, limits.max_new_tokens),
         ("num_candidates", request.num_candidates or 1, limits.max_candidates),
         ("the number of tokens of a prompt", longest, limits.max_prompt_tokens),
         ("the number of stop strings", len(stops), limits.max_stops),
         ("the length of a stop string", max(map(len, stops), default=0), limits.max_stop_length),
     ):
-        if value > most:
-            raise ApiError(400, f"{name} is {value}, and this server takes at most {most}", code="limit_exceeded")
+        check_limit(name, value, most)
     temperature = 1.0 if request.temperature is None else request.temperature
     seed = secrets.randbits(62) if request.seed is None else request.seed % 2**64
     deadline, events = time.monotonic() + limits.max_seconds, asyncio.Queue()
     try:
-        sampling = Sampling(temperature, request.num_candidates, request.method)
+        limited = request.num_candidates or (limits.max_candidates if request.method == "exact" else None)
+        sampling = Sampling(temperature, limited, request.method)
         return [
             Job(Text(ids, noise_seed(seed, number), length, sampling), GrowingText(tokenizer, stops), deadline, events)
             for number, ids in enumerate(ids for _, ids in prompts for _ in range(count))

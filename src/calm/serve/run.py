@@ -1,5 +1,6 @@
 """The process around the application: a socket, signals, an end that loses nothing."""
 
+import resource
 import socket
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from calm.serve.server import create_app
 
 GRACE = 0.5  # seconds in which requests that are on their way are still answered, if only by a refusal
 MOST_CONNECTIONS = 2048
+OTHER_FILES = 256
 
 
 def load_writers(model: Path, baseline: Path | None) -> dict[str, Writer]:
@@ -57,22 +59,40 @@ def bind(host: str, port: int, has_keys: bool, open_to_all: bool) -> socket.sock
 
 
 class Patient(H11Protocol):
-    """A connection on which no request has begun for a while is closed, however slowly bytes drip in."""
+    """A connection on which no request begins for a while is closed, however slowly bytes drip in; one whose client
+    reads nothing is cut off.
+    """
 
-    patience = Limits.patience
+    limits = Limits()
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.until = self.loop.call_later(self.patience, self._still_nothing)
+        self.until = self.loop.call_later(self.limits.patience, self._still_nothing)
+        self.unread = self.until  # the timer of what waits to be read
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.until.cancel()
+        self.unread.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.unread = self.loop.call_later(self.limits.stalled, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self.unread.cancel()
+        super().resume_writing()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self.until.cancel()
-        self.until = self.loop.call_later(self.patience, self._still_nothing)
+        self.until = self.loop.call_later(self.limits.patience, self._still_nothing)
 
     def _still_nothing(self) -> None:
-        if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
-            self.transport.close()
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()  # when all is sent
+            self.unread.cancel()
+            self.unread = self.loop.call_later(self.limits.stalled, self.transport.abort)
 
 
 class Server(uvicorn.Server):
@@ -87,7 +107,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if self.drained_at is not None:
-            super().handle_exit(sig, frame)
+            self.should_exit = self.force_exit = True
             return
         self.drained_at = time.monotonic()
         for scheduler in self.schedulers:
@@ -102,11 +122,20 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
+def allow_connections() -> None:
+    """As many open files as connections, where the system lets us have them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def make_server(writers: dict[str, Writer], limits: Limits, keys: list[str]) -> Server:
     app = create_app(writers, limits, keys)
     config = uvicorn.Config(
         app,
-        http=type("Protocol", (Patient,), {"patience": limits.patience}),
+        http=type("Protocol", (Patient,), {"limits": limits}),
         ws="none",
         loop="asyncio",
         log_level="warning",

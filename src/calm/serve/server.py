@@ -15,7 +15,7 @@ from calm import __version__
 from calm.sampling.text import Writer
 from calm.serve.completions import complete
 from calm.serve.guard import Guard, Keys
-from calm.serve.limits import ApiError, Limits, error_body
+from calm.serve.limits import MOST_SHOWN, ApiError, Limits, error_body, shown
 from calm.serve.metrics import Metrics
 from calm.serve.requests import CompletionRequest
 from calm.serve.scheduler import Scheduler
@@ -150,9 +150,9 @@ async def _invalid(_: Request, error: Any) -> JSONResponse:
     """The first thing that is wrong with a body, by its name."""
     first = error.errors()[0]
     place = [str(part) for part in first["loc"] if part != "body"]
-    param = place[0] if place and not place[0].isdigit() else None
+    param = place[0][:MOST_SHOWN] if place and not place[0].isdigit() else None
     if first["type"] == "extra_forbidden":
-        message = f"there is no field {param!r}"
+        message = f"there is no field {shown('.'.join(place))}"
     elif first["type"] == "json_invalid":
         param, message = None, "the body is not JSON"
     else:
