@@ -11,17 +11,17 @@ PACKAGE = Path(calm.__file__).parent
 
 # Each part may import those before it. `errors`, `files`, `noise` and `processes` belong to everybody.
 ORDER = [
-    {"errors", "noise", "processes", "screen", "pages", "_auto"},
-    {"files"},
+    {"allocator", "errors", "noise", "screen", "pages", "_auto"},
+    {"files", "processes"},
     {"data", "scores"},
     {"models", "heads"},
     {"sampling"},
     {"evaluate"},
     {"config", "train"},
     {"serve", "paper"},
-    {"quickstart"},
+    {"bench", "quickstart"},
     {"console"},
-    {"evaluate_command", "reproduce_command", "serve_command"},
+    {"bench_command", "evaluate_command", "reproduce_command", "serve_command"},
     {"cli"},
     {"__main__"},
 ]

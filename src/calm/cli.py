@@ -13,13 +13,14 @@ import typer
 from typer.exceptions import TyperException
 
 from calm import __version__
+from calm.allocator import keep_memory
 from calm.errors import CalmWarning, UserError
 
 app = typer.Typer(
     name="calm",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # what draws frames takes longer to import than everything else here
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Continuous Autoregressive Language Models: predict one vector for every K tokens.",
@@ -32,6 +33,9 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one field of the recipe; may be repeated."),
 ]
+
+
+Int8 = Annotated[bool, typer.Option("--int8", help="Matrices in eight bits: faster on CPUs, nearly the same model.")]
 
 
 class OnBadDocument(StrEnum):
@@ -69,7 +73,10 @@ def options(
     pass
 
 
-@app.command(epilog="Example: calm quickstart --minutes 5 --data 'novels/*.txt' --output quickstart-novels")
+@app.command(
+    epilog="Example: calm quickstart --minutes 5 --data 'novels/*.txt' --output quickstart-novels",
+    short_help="The whole idea in a quarter of an hour.",
+)
 def quickstart(
     minutes: Annotated[float, typer.Option(help="About how long it takes on two cores; scales every stage.")] = 15.0,
     data: Annotated[
@@ -213,7 +220,10 @@ def train(
         console.stdout.print(f"The model is in {output / 'model'}, the curve in {output / 'loss.png'}", soft_wrap=True)
 
 
-@app.command(epilog="Example: calm evaluate runs/laptop-calm/model runs/laptop-transformer/model --data data/embedded")
+@app.command(
+    epilog="Example: calm evaluate runs/laptop-calm/model runs/laptop-transformer/model --data data/embedded",
+    short_help="Measure models: BrierLM, or reconstruction.",
+)
 def evaluate(
     models: Annotated[list[Path], typer.Argument(help="Directories of trained models; several are compared.")],
     data: Annotated[
@@ -230,6 +240,7 @@ def evaluate(
     likelihood_bound: Annotated[
         int, typer.Option(min=0, metavar="N", help="Also bound a CALM model's likelihood, with N latents a chunk.")
     ] = 0,
+    int8: Int8 = False,
     harness: Annotated[
         list[str] | None, typer.Option(metavar="TASK", help="Run a task of lm_eval instead; may be repeated.")
     ] = None,
@@ -262,7 +273,7 @@ def evaluate(
     else:
         from calm.evaluate.language_models import Options
 
-        options = Options(samples, positions.value, context, batch_size, seed, likelihood_bound)
+        options = Options(samples, positions.value, context, batch_size, seed, likelihood_bound, int8=int8)
         evaluate_command.evaluate_language_models(models, data, split, options, output, as_json)
 
 
@@ -275,7 +286,8 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the continuation, at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="Above 0; lower is less surprising, 1 the model as it is.")] = 1.0,
     num_candidates: Annotated[
-        int | None, typer.Option(min=1, help="Draws for each chunk below temperature 1: 200, of mixture 64; of exact the most.")
+        int | None,
+        typer.Option(min=1, help="Draws for each chunk below temperature 1: 200, of mixture 64; of exact the most."),
     ] = None,
     method: Annotated[
         Method | None,
@@ -294,6 +306,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     num_samples: Annotated[int, typer.Option(min=1, help="Continuations of the prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, max=2**62, help="The same seed, the same text.")] = 0,
+    int8: Int8 = False,
     show_chunks: Annotated[
         bool, typer.Option("--show-chunks", help="Colour chunks and tell how many candidates agreed on each.")
     ] = False,
@@ -315,7 +328,7 @@ def generate(
 
     logging.disable_progress_bar()
     with console.stderr.status("loading") if console.stderr.is_terminal else nullcontext():
-        writer = Writer(located(model), default_device())
+        writer = Writer(located(model), default_device(), int8=int8)
     sampling = writer.predictor.resolve(sampling)
     text = _prompt(prompt)
     pieces = writer.write(
@@ -347,7 +360,10 @@ def _prompt(given: str) -> str:
     return text
 
 
-@app.command(epilog="Example: calm serve runs/laptop-calm/model --baseline runs/laptop-transformer/model --port 8080")
+@app.command(
+    epilog="Example: calm serve runs/laptop-calm/model --baseline runs/laptop-transformer/model --port 8080",
+    short_help="Serve a model, with a page to play with.",
+)
 def serve(
     model: Annotated[Path, typer.Argument(help="A model's directory, or the word bundled.")],
     baseline: Annotated[Path | None, typer.Option(help="A Transformer to serve beside it, to compare.")] = None,
@@ -403,7 +419,10 @@ def config(
         print(to_yaml(load_config(recipe, settings)), end="")
 
 
-@app.command(epilog="Example: calm cost paper-calm-m paper-transformer-s --samples 200")
+@app.command(
+    epilog="Example: calm cost paper-calm-m paper-transformer-s --samples 200",
+    short_help="Count parameters, FLOPs and memory.",
+)
 def cost(
     recipes: Annotated[list[str] | None, typer.Argument(help="Recipes; none: the six rows of Table 1.")] = None,
     settings: Settings = None,
@@ -430,7 +449,10 @@ def cost(
             console.stdout.print(table)
 
 
-@app.command(epilog="Example: calm reproduce alpha --scale toy")
+@app.command(
+    epilog="Example: calm reproduce alpha --scale toy",
+    short_help="Repeat the paper's tables and figures.",
+)
 def reproduce(
     name: Annotated[str, typer.Argument(help="An experiment of the paper, or all; 'list' names them.")],
     scale: Annotated[
@@ -459,6 +481,28 @@ def reproduce(
         reproduce_command.show_names()
         return
     reproduce_command.reproduce(name, scale_of(scale, chunk_size), output, data, resume, plan, as_json)
+
+
+@app.command(
+    epilog="Example: calm bench training --size paper --rounds 3 --json",
+    short_help="Measure speed against the machine's limits.",
+)
+def bench(
+    what: Annotated[str, typer.Argument(help="training, generation, evaluation, memory, scaling or all.")] = "all",
+    size: Annotated[str, typer.Option(help="laptop, or paper: CALM-M, Transformer-S, 12 GB.")] = "laptop",
+    rounds: Annotated[int, typer.Option(min=1, help="How often each is measured, in turns.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Measure how close to this machine's limits everything runs, and how much faster than a Transformer.
+
+    Models have random weights. Close other programs: medians help against noise, not against company.
+    """
+    from transformers.utils import logging
+
+    from calm import bench_command
+
+    logging.disable_progress_bar()
+    bench_command.bench(what, size, rounds, as_json)
 
 
 @app.command(
@@ -508,6 +552,7 @@ def _show_warning(message, category, *where) -> None:
 def main() -> None:
     """Run a command; a user's mistake becomes one sentence and exit code 2."""
     warnings.showwarning = _show_warning
+    keep_memory()
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:

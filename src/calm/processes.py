@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from calm.allocator import keep_memory
+
 
 @dataclass(frozen=True)
 class Processes:
@@ -65,6 +67,7 @@ def processes() -> Iterator[Processes]:
     if _joined:
         yield _joined[0]
         return
+    keep_memory()
     cuda = torch.cuda.is_available()
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from calm.scores import vocabulary
-from calm.scores.vocabulary import nearest_words, vocabulary_cross_entropy
+from calm.scores.vocabulary import nearest_words, vocabulary_cross_entropy, word_products
 
 
 def problem(tokens=37, size=8, words=29):
@@ -81,3 +81,12 @@ def test_bf16_autocast_is_close():
         rough = vocabulary_cross_entropy(states, words, targets, weights)
     exact = vocabulary_cross_entropy(states, words, targets, weights)
     assert abs(rough - exact) / exact < 0.02  # bf16 has eight bits
+
+
+@pytest.mark.parametrize("states", [1, 2, 5, 64, 65])
+@pytest.mark.parametrize("words", [(50, 8), (2**16, 80)])  # in a cache, and not
+def test_products_with_words_are_products(states, words):
+    generator = torch.Generator().manual_seed(states)
+    g, w = torch.randn(states, words[1], generator=generator), torch.randn(*words, generator=generator)
+    # sums of at most 80 products of normal numbers, in another order: a few units of 1e-7 times sqrt(80)
+    torch.testing.assert_close(word_products(g, w), g @ w.T, rtol=1e-5, atol=1e-5)

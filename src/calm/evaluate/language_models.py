@@ -19,6 +19,7 @@ from calm.evaluate.evaluation import Estimator, Found, Positions, evaluate_docum
 from calm.evaluate.text import Text
 from calm.evaluate.windows import Document
 from calm.models.configuration import CalmConfig
+from calm.models.int8 import to_int8
 from calm.models.loading import load_calm, load_softmax, model_type
 from calm.processes import Processes
 from calm.scores.brier import LONGEST
@@ -37,6 +38,7 @@ class Options:
     seed: int = 0
     num_latents: int = 0  # of the mixture that bounds a CALM model's likelihood; 0: no bound
     most_tokens: int | None = None  # of the text: documents behind so many are left out
+    int8: bool = False  # matrices in eight bits
     stride: int = 1  # shared starts are multiples of this, too: so that runs of their own have the same positions
     keep_sums: bool = False  # tell the sums of each document, too: paired comparisons can be made from them later
 
@@ -94,6 +96,8 @@ class Contender:
             if not bool(parameter.isfinite().all()):
                 raise UserError(f"the weights in {self.directory} are damaged: {name} has values that are not finite")
         model = model.to(among.device).eval()
+        if options.int8:
+            to_int8(model)
         if self.is_calm:
             latents = int(options.positions != "every") if model.config.is_chain else options.num_latents
             estimator = CalmEstimator(model, length, options.num_samples, latents)

@@ -17,19 +17,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from calm.config import RunConfig, load_config, recipe_names
 from calm.data.shards import PreparedData
 from calm.errors import UserError
 from calm.heads import ChainHead
 from calm.models.autoencoder import ChunkAutoencoder
-from calm.models.backbone import build_transformer
 from calm.models.calm import CalmForCausalLM
-from calm.models.configuration import make_backbone_config
 from calm.sampling.vocabulary import SCREENED, SMALL
 from calm.train.memory import training_memory
-from calm.train.stages import autoencoder_config, calm_config
+from calm.train.stages import described_model
 
 PAPER_VOCABULARY = 128_257
 FORWARD_AND_BACKWARD = 3
@@ -82,20 +79,17 @@ def cost_of(
 ) -> Cost:
     """What a recipe costs; `context` in steps of the model, `candidates` a chunk in sampling, memory of one process."""
     vocabulary = vocabulary or _vocabulary(config)
+    _check_described(config, name)
     with torch.device("meta"):
-        if config.stage == "autoencoder":
-            model = ChunkAutoencoder(autoencoder_config(config, vocabulary))
-            cost = _autoencoder_cost(name, config, model)
-        elif config.stage == "transformer":
-            backbone = make_backbone_config(_described(config, name), vocabulary)
-            model = build_transformer(AutoModelForCausalLM, backbone)
-            cost = _transformer_cost(name, config, context, model)
-        else:
-            _described(config, name)
-            model = CalmForCausalLM(calm_config(config.language_model, autoencoder_config(config, vocabulary)))
-            cost = _calm_cost(name, config, context, candidates, model)
-        rows = config.data.batch_size / config.train.accumulation / processes
-        cost.peak_memory = training_memory(model, config, rows, processes)
+        model = described_model(config, vocabulary)
+    if isinstance(model, ChunkAutoencoder):
+        cost = _autoencoder_cost(name, config, model)
+    elif isinstance(model, CalmForCausalLM):
+        cost = _calm_cost(name, config, context, candidates, model)
+    else:
+        cost = _transformer_cost(name, config, context, model)
+    rows = config.data.batch_size / config.train.accumulation / processes
+    cost.peak_memory = training_memory(model, config, rows, processes)
     return cost
 
 
@@ -122,11 +116,11 @@ def _attention(config: Any, context: int) -> float:
     return 4.0 * context * width * config.num_hidden_layers
 
 
-def _described(config: RunConfig, name: str) -> dict[str, Any]:
-    """The backbone's fields; a model that is read from a directory has none here."""
-    if config.language_model.start is not None or not isinstance(config.language_model.backbone, dict):
+def _check_described(config: RunConfig, name: str) -> None:
+    """A model that is read from a directory has no fields to count by."""
+    model = config.language_model
+    if config.stage != "autoencoder" and (model.start is not None or not isinstance(model.backbone, dict)):
         raise UserError(f"{name} takes its model from a directory; calm cost counts models that a recipe describes")
-    return config.language_model.backbone
 
 
 def _transformer_cost(name: str, config: RunConfig, context: int, model: Any) -> Cost:

@@ -29,6 +29,7 @@ from calm.sampling.temperature import (
     sample_token_by_token,
 )
 from calm.sampling.vocabulary import VocabularySearch
+from calm.scores.vocabulary import word_products
 
 Method = Literal["token", "batch", "exact", "mixture", "noise"]
 MANY, FEW = 200, 64  # candidates: those that are counted, those whose softmaxes are averaged
@@ -159,7 +160,9 @@ def softmaxes(
 
     def log_probabilities(chosen: list[Tensor]) -> Tensor:
         before = torch.stack(chosen, dim=-1) if chosen else torch.empty(len(hidden), 0).to(hidden.device, torch.long)
-        return (model.next_state(hidden, before) @ model.words.T).float().log_softmax(-1)[:, None]  # (B, 1, V)
+        return (
+            word_products(model.next_state(hidden, before), model.words).float().log_softmax(-1)[:, None]
+        )  # (B, 1, V)
 
     return log_probabilities
 

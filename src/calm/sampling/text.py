@@ -13,6 +13,7 @@ import torch
 from calm.data.loader import mix
 from calm.data.tokenizer import Tokenizer, load_tokenizer
 from calm.errors import ConfigError, UserError
+from calm.models.int8 import to_int8
 from calm.models.loading import KINDS, load_calm, load_softmax, model_type
 from calm.sampling.batch import Batch, Spent, Text
 from calm.sampling.next_chunk import Sampling
@@ -92,11 +93,13 @@ class Piece:
 
 
 class Writer:
-    """A model and its tokenizer, which continue texts."""
+    """A model and its tokenizer, which continue texts; `int8` reads its matrices in eight bits."""
 
-    def __init__(self, directory: Path, device: torch.device | str = "cpu"):
+    def __init__(self, directory: Path, device: torch.device | str = "cpu", *, int8: bool = False):
         self.predictor = _predictor(directory)
         self.model = self.predictor.model.to(torch.device(device)).eval()
+        if int8:
+            to_int8(self.model)
         if not (directory / "tokenizer.json").exists():
             raise UserError(f"{directory} holds no tokenizer.json, so it cannot read or write text; put its own there")
         self.tokenizer = load_tokenizer(str(directory))

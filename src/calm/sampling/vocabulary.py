@@ -21,6 +21,7 @@ PAGE = 1024  # words
 SHEET = 2**20  # bounds computed at once: what fits a cache
 SMALL = 2**14  # a vocabulary that is as quickly read as searched
 SCREENED = 4  # one direction in so many bounds the words, by default
+FEW_STATES = 8  # for which all words are as quickly read as searched
 ENOUGH = 2048  # states, to know their directions
 MOST_STATES = 1024  # searched for at once
 ROUNDING = 1e-5  # of |w|·|g|: more than what fp32 can be off
@@ -95,7 +96,7 @@ class VocabularySearch:
     @torch.no_grad()
     def __call__(self, states: Tensor) -> Tensor:
         """(n, d) → (n,)."""
-        if self.full or not len(states):
+        if self.full or len(states) <= FEW_STATES:
             return most_probable_words(states, self.words)
         self._meet(states)
         if len(torch.unique(states[:, 0])) < len(states):  # some may be the same: each is answered once

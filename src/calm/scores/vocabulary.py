@@ -12,6 +12,8 @@ from torch import Tensor
 
 from calm.noise import pick
 
+FEW_STATES = 64
+IN_CACHE = 2**22  # numbers
 SLICE_ELEMENTS = 2**23  # logits held at once: 32 MB in fp32
 
 
@@ -91,4 +93,17 @@ def _logits(states: Tensor, words: Tensor) -> Iterator[tuple[slice, Tensor]]:
     rows = max(1, SLICE_ELEMENTS // len(words))
     for start in range(0, len(states), rows):
         here = slice(start, start + rows)
-        yield here, (states[here] @ words.T).float()
+        yield here, word_products(states[here], words).float()
+
+
+def word_products(states: Tensor, words: Tensor) -> Tensor:
+    """w·g of all words and some states: (n, d), (V, d) → (n, V).
+
+    On CPUs the words stand first where the states are few, which is up to four times faster, and a single state that
+    meets words from outside of the cache is doubled, which beats a matrix times a vector (docs/performance.md).
+    """
+    count = len(states)
+    alone = count == 1 and words.numel() > IN_CACHE
+    if states.device.type != "cpu" or not (alone or 1 < count <= FEW_STATES):
+        return states @ words.T
+    return (words @ (states.repeat(2, 1) if alone else states).T).T[:count]

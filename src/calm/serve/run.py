@@ -23,10 +23,10 @@ OTHER_FILES = 256
 
 def load_writers(model: Path, baseline: Path | None) -> dict[str, Writer]:
     """Models by the names that they are served under."""
-    found = {name_of(model): Writer(located(model), default_device())}
-    if baseline is not None:
-        name = name_of(baseline)
-        found[name if name not in found else f"{name}-baseline"] = Writer(located(baseline), default_device())
+    found: dict[str, Writer] = {}
+    for directory in [model] if baseline is None else [model, baseline]:
+        name = name_of(directory)
+        found[name if name not in found else f"{name}-baseline"] = Writer(located(directory), default_device())
     return found
 
 

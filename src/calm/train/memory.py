@@ -2,7 +2,8 @@
 
 trained weights   7 copies: weight, gradient, two moments, and a checkpoint's copy of weight and moments
 frozen weights    2 copies: weight, and the checkpoint's
-activations       a few vectors a position and layer, as counted below
+activations       a few vectors a position and layer, as counted below; what is computed with them, and the pieces in
+                  which memory lies, take a third as much again (measured: docs/performance.md)
 """
 
 from typing import Any
@@ -15,6 +16,8 @@ from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import ChunkAutoencoderConfig
 
 NUMBER = 4  # bytes
+AROUND = 1.3
+LIBRARIES = 32e6  # bytes that they take for themselves at the first step
 
 
 def training_memory(model: nn.Module, config: RunConfig, rows: float, processes: int = 1) -> float:
@@ -30,7 +33,8 @@ def training_memory(model: nn.Module, config: RunConfig, rows: float, processes:
     else:
         backbone: Any = model.config
         kept = (length + size) * (_backbone(backbone, config.train.gradient_checkpointing) + 3 * backbone.vocab_size)
-    return NUMBER * states + (NUMBER if config.train.precision == "fp32" else 2) * rows * kept
+    number = NUMBER if config.train.precision == "fp32" else 2
+    return NUMBER * states + AROUND * number * rows * kept + LIBRARIES
 
 
 def _autoencoder_token(config: ChunkAutoencoderConfig) -> float:

@@ -252,6 +252,16 @@ def calm_config(settings: LanguageModel, autoencoder: ChunkAutoencoderConfig, ba
     return CalmConfig(backbone or cast(dict, settings.backbone), autoencoder, **fields)
 
 
+def described_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
+    """The model of a stage as its recipe describes it, with new weights."""
+    if config.stage == "autoencoder":
+        return ChunkAutoencoder(autoencoder_config(config, vocab_size))
+    if config.stage == "transformer":
+        backbone = make_backbone_config(cast(dict, config.language_model.backbone), vocab_size)
+        return build_transformer(AutoModelForCausalLM, backbone)
+    return CalmForCausalLM(calm_config(config.language_model, autoencoder_config(config, vocab_size)))
+
+
 def check_tokenizer(place: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
     """A model reads only what its own tokenizer wrote, and has a row for each of its ids."""
     if not (place / "tokenizer.json").exists():

@@ -1,0 +1,1 @@
+"""How close to the machine's limits training, generation and evaluation are: what `calm bench` measures."""

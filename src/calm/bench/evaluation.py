@@ -1,0 +1,39 @@
+"""Evaluation: BrierLM at every start of a text, against one plain forward pass of a Transformer over it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from calm.bench.clock import Row, ratios, row, take_turns
+from calm.bench.machine import Machine
+from calm.bench.matmuls import Products
+from calm.bench.models import RECIPES, VOCABULARIES, config_of, model_of
+from calm.evaluate.estimators import CalmEstimator, SoftmaxEstimator
+from calm.noise import RowNoise
+from calm.scores.brier import LONGEST
+
+ROWS, LENGTH, SAMPLES = 4, 256, 2
+
+
+@torch.no_grad()
+def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
+    vocabulary = VOCABULARIES[size]
+    models = {kind: model_of(config_of(name, size), vocabulary).eval() for kind, name in RECIPES[size].items()}
+    tokens = torch.randint(vocabulary, (ROWS, LENGTH + LONGEST))
+    forward: Any = models["Transformer"]
+    ways: dict[str, Callable[[], object]] = {"forward": lambda: forward(input_ids=tokens, use_cache=False)}
+    for kind, model in models.items():
+        estimator = CalmEstimator if kind != "Transformer" else SoftmaxEstimator
+        way = _estimates(estimator(model, LENGTH, SAMPLES), tokens)
+        ways |= {kind: way, f"{kind} products": Products(way).run}
+    times = take_turns(ways, rounds)
+    for kind in models:
+        yield row(f"{kind}: BrierLM", [ROWS * LENGTH / seconds for seconds in times[kind]], "tokens/s")
+        yield row(f"{kind}: times a forward pass of LlamaForCausalLM", ratios(times[kind], times["forward"]), "")
+        shares = ratios(times[f"{kind} products"], times[kind])
+        yield row(f"{kind}: share of a bare loop over its matrix products", shares, "")
+
+
+def _estimates(estimator: Any, tokens: torch.Tensor) -> Callable[[], object]:
+    return lambda: estimator.estimate(tokens, RowNoise(list(range(ROWS))))

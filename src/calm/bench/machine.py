@@ -1,0 +1,49 @@
+"""What the machine can do: its matrix products, and how fast it reads memory."""
+
+import platform
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from calm.train.speed import measured_peak
+
+LARGE = 2**28  # numbers that no cache holds
+
+
+class Machine(NamedTuple):
+    peak: float  # FLOP/s of large matrix products
+    bandwidth: float  # bytes/s of reading memory
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "processor": _processor(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "matmul_flops_per_second": self.peak,
+            "bytes_per_second": self.bandwidth,
+        }
+
+
+def measured() -> Machine:
+    return Machine(measured_peak(torch.device("cpu"), torch.float32, 2.0), _bandwidth())
+
+
+def _bandwidth(repeats: int = 7) -> float:
+    """The best of several readings of a large tensor, which is as fast as anything can be read."""
+    numbers, best = torch.ones(LARGE), 0.0
+    for _ in range(repeats):
+        began = time.perf_counter()
+        numbers.sum()
+        best = max(best, numbers.numel() * numbers.element_size() / (time.perf_counter() - began))
+    return best
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,62 @@
+"""What `calm bench` does: measure, and show medians with their spread."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import torch
+from rich.table import Table
+
+from calm import console
+from calm.bench import evaluation, generation, machine, memory, scaling, training
+from calm.bench.clock import Row
+from calm.bench.models import SIZES
+from calm.errors import UserError, did_you_mean
+
+KINDS = {
+    "training": training.measure,
+    "generation": generation.measure,
+    "evaluation": evaluation.measure,
+    "memory": memory.measure,
+    "scaling": scaling.measure,
+}
+ALL = "all"
+
+
+def bench(what: str, size: str, rounds: int, as_json: bool) -> None:
+    if what not in (ALL, *KINDS):
+        near = did_you_mean(what, list(KINDS))
+        raise UserError(f"calm bench measures {', '.join(KINDS)} or {ALL}, not {what!r}{near}")
+    if size not in SIZES:
+        raise UserError(f"--size is one of {', '.join(SIZES)}, not {size!r}")
+    if torch.cuda.is_available():
+        console.warn("calm bench measures CPUs; this machine's GPUs are not used")
+    console.stderr.print("what the machine can do …")
+    found = machine.measured()
+    described = found.as_json()
+    if not as_json:
+        console.stdout.print(console.values_table("machine", described))
+    answers = {}
+    for kind in [what] if what != ALL else KINDS:
+        if what == ALL and kind == "memory" and size != "laptop":
+            continue
+        console.stderr.print(f"{kind} …")
+        rows = list(_told(KINDS[kind](size, rounds, found)))
+        answers[kind] = [row._asdict() for row in rows]
+        if not as_json:
+            console.stdout.print(_table(f"{kind}, size {size}, medians of {rounds}", rows))
+    if as_json:
+        console.print_json({"machine": described, "size": size, "rounds": rounds, **answers})
+
+
+def _told(rows: Iterator[Row]) -> Iterator[Row]:
+    """Something moves while it takes its minutes."""
+    with console.stderr.status("measuring") if sys.stderr.isatty() else nullcontext():
+        yield from rows
+
+
+def _table(title: str, rows: list[Row]) -> Table:
+    table = Table("", "median", "from", "to", "", title=title)
+    for row in rows:
+        table.add_row(row.name, *(f"{value:,.4g}" for value in (row.median, row.low, row.high)), row.unit)
+    return table
