@@ -38,6 +38,9 @@ check: $(READY)
 	$(BIN)/pytest tests/test_imports.py
 
 bench: $(READY)
+	$(BIN)/calm bench
+	$(BIN)/python benchmarks/allocator.py
+	$(BIN)/python benchmarks/autoencoder_vocabulary.py
 	$(BIN)/python benchmarks/preparation.py
 	$(BIN)/python benchmarks/training_overhead.py
 	$(BIN)/python benchmarks/energy_loss.py

@@ -12,8 +12,8 @@ import torch
 from calm.bench.clock import Row, ratios, row, take_turns
 from calm.bench.machine import Machine
 from calm.bench.models import RECIPES, VOCABULARIES, config_of, model_of
+from calm.heads import ChainHead
 from calm.models.calm import CalmForCausalLM
-from calm.sampling.vocabulary import search_of
 
 PROMPT, NEW = 64, 64  # tokens
 WORDS_OF_PROMPTS = 4096
@@ -58,20 +58,16 @@ def calm(model: CalmForCausalLM, ids: torch.Tensor, temperature: float) -> Calla
 
 
 def bytes_of_step(model: CalmForCausalLM) -> float:
-    """Of the weights that a step at temperature 1 reads: all but the encoder and the embeddings' other words.
+    """Of the weights that a step of one text at temperature 1 reads: all but the encoder and the embedding's other words.
 
-    Of a vocabulary that is searched it is the part that was looked at so far.
+    A chain reads the words of the vocabulary for each of its tokens, other heads once for all.
     """
-    parts = [model.backbone, model.chunk_embedding.compress, model.chunk_embedding.latent, model.head]
-    words = model.words.numel()
-    if not model.config.is_chain:
+    head, words = model.head, model.words.numel()
+    parts = [model.backbone, model.chunk_embedding.compress, model.chunk_embedding.latent, head]
+    times = 1
+    if isinstance(head, ChainHead):
+        times = model.config.chunk_size - (head.own_words is not None)  # own words are weights of the head already
+    else:
         parts.append(model.autoencoder.decoder)
-        search = search_of(model.autoencoder)
-        if not search.full:
-            words = search.screen.numel() + words * search.looked_at / max(search.asked, 1)
-    numbers = words + sum(p.numel() for part in parts if part is not None for p in part.parameters())
-    if model.config.is_chain:
-        words = model.words
-        owned = model.head.own_words  # pyright: ignore[reportAttributeAccessIssue]
-        numbers += (model.config.chunk_size - 1) * words.numel() - (0 if owned is None else words.numel())
-    return float(numbers) * model.words.element_size()
+    numbers = sum(p.numel() for part in parts if part is not None for p in part.parameters())
+    return float(numbers + times * words) * model.words.element_size()
