@@ -58,7 +58,7 @@ def calm(model: CalmForCausalLM, ids: torch.Tensor, temperature: float) -> Calla
 
 
 def bytes_of_step(model: CalmForCausalLM) -> float:
-    """Of the weights that a step of one text at temperature 1 reads: all but the encoder and the embedding's other words.
+    """Of the weights that a step of one text at temperature 1 reads: all but the encoder and the embedding's words.
 
     A chain reads the words of the vocabulary for each of its tokens, other heads once for all.
     """
