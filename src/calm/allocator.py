@@ -2,7 +2,7 @@
 pages.
 
 The C library returns every large block at once. A training step asks for the same blocks as the one before it, so
-that a fifth of its time was spent on filling pages with zeros (docs/performance.md).
+that a seventh of its time was spent on filling pages with zeros (docs/performance.md).
 """
 
 import ctypes
