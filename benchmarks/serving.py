@@ -89,7 +89,6 @@ def start(model: str) -> tuple[subprocess.Popen, int]:
     assert process.stderr is not None
     found = re.search(r"Serving (\S+) at http://127\.0\.0\.1:(\d+)", process.stderr.readline())
     assert found, "the server did not start"
-    time.sleep(1)
     return process, int(found[2])
 
 

@@ -22,9 +22,11 @@ def serve(
     listening = run.bind(host, port, bool(keys), open_to_all)  # before the model is read, which takes seconds
     with console.stderr.status("loading") if console.stderr.is_terminal else nullcontext():
         writers = run.load_writers(model, baseline)
+    run.allow_connections()
+    server = run.make_server(writers, limits, keys)
+    listening.listen(server.config.backlog)  # from here on connections wait for an answer: nobody is refused
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listening.getsockname()[1]}"
     console.stderr.print(f"Serving {', '.join(writers)} at {url} (a page to play with), {url}/v1 (OpenAI's clients)")
     console.stderr.print("Ctrl-C finishes what is under way and ends; twice ends at once.")
-    run.allow_connections()
-    run.make_server(writers, limits, keys).run(sockets=[listening])
+    server.run(sockets=[listening])

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import httpx
 import pytest
+import torch
 
 from calm.models.loading import located
 from calm.sampling.next_chunk import Sampling
@@ -25,6 +26,8 @@ from calm.sampling.text import Writer
 pytestmark = pytest.mark.slow
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+SEEDS = range(12)
+ROUNDINGS = 3e-6  # 25 times the distance of neighbouring numbers
 PROMPTS = ["And God said", "In the beginning", "", "The king"]
 LONG = {"model": "bundled", "prompt": "And God said", "max_tokens": 1024, "seed": 3, "stream": True}
 
@@ -66,9 +69,36 @@ def text_of(answer: httpx.Response) -> str:
     return answer.json()["choices"][0]["text"]
 
 
-def same_texts(answers: list[httpx.Response], expected: list[str]) -> bool:
-    """All but one: of a hundred texts one or two meet a near-tie, which batches of another size decide otherwise."""
-    return sum(text_of(answer) != text for answer, text in zip(answers, expected, strict=True)) <= 1
+def written_alone(writer: Writer, seed: int) -> str:
+    asked = body(seed)
+    prompt, sampling = writer.tokenizer.encode(asked["prompt"]), Sampling(asked["temperature"])
+    pieces = writer.write([prompt], sampling, max_new_tokens=asked["max_tokens"], seed=seed)
+    return "".join(piece.text for piece in pieces)
+
+
+@pytest.fixture(scope="module")
+def settled() -> dict[int, str]:
+    """The texts, by seed, that no near-tie decides: weights moved by some roundings still write them.
+
+    Batches of other sizes round otherwise, by less than this; what is left must be the same whoever writes it.
+    """
+    writer = Writer(located(Path("bundled")))
+    texts = {seed: written_alone(writer, seed) for seed in SEEDS}
+    weights = [weight.detach().clone() for weight in writer.model.parameters()]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        with torch.no_grad():
+            for weight, before in zip(writer.model.parameters(), weights, strict=True):
+                weight.copy_(before * (1 + ROUNDINGS * torch.randn(before.shape, generator=generator)))
+        texts = {seed: text for seed, text in texts.items() if written_alone(writer, seed) == text}
+    assert len(texts) >= 0.75 * len(SEEDS)
+    return texts
+
+
+def chosen(answers: list[httpx.Response], settled: dict[int, str]) -> dict[int, str]:
+    """The texts that must be the same; all answers must have one."""
+    texts = [text_of(answer) for answer in answers]
+    return {seed: texts[seed] for seed in settled}
 
 
 def written(pieces: list[bytes]) -> str:
@@ -159,12 +189,10 @@ def balanced(replicas, tmp_path) -> Iterator[str]:
         end(process)
 
 
-def test_replicas_behind_nginx_write_what_one_writes(replicas, balanced):
-    expected = [text_of(ask(replicas[0].url, seed)) for seed in range(12)]
-    before = [replica.answered() for replica in replicas]
-    assert same_texts(ask_all(balanced, range(12)), expected)
-    served = [replica.answered() - count for replica, count in zip(replicas, before, strict=True)]
-    assert sum(served) == 12
+def test_replicas_behind_nginx_write_what_a_writer_writes(replicas, balanced, settled):
+    assert chosen(ask_all(balanced, SEEDS), settled) == settled
+    served = [replica.answered() for replica in replicas]
+    assert sum(served) == len(SEEDS)
     assert min(served) >= 3  # least_conn: about half each
 
 
@@ -179,8 +207,7 @@ def test_nginx_hands_a_stream_on_as_it_grows(replicas, balanced):
     assert written(pieces) == text_of(whole)
 
 
-def test_no_client_notices_that_a_replica_ends(replicas, balanced):
-    expected = [text_of(answer) for answer in ask_all(balanced, range(12))]
+def test_no_client_notices_that_a_replica_ends(replicas, balanced, settled, tmp_path):
     ending, staying = replicas
     before = staying.answered()
     with httpx.stream("POST", f"{ending.url}/v1/completions", json=LONG, timeout=120) as stream:
@@ -189,14 +216,14 @@ def test_no_client_notices_that_a_replica_ends(replicas, balanced):
         ending.process.send_signal(signal.SIGTERM)
         while httpx.get(f"{ending.url}/ready").status_code == 200:
             time.sleep(0.05)
-        answers = ask_all(balanced, range(12))  # one replica refuses them: it finishes its stream
-        assert ending.answered(503) > 0
+        answers = ask_all(balanced, SEEDS)  # one replica refuses them: it finishes its stream
+        assert ending.answered(503) > 0, (tmp_path / "error.log").read_text()
         pieces = [first, *pieces]
-    assert same_texts(answers, expected)
+    assert chosen(answers, settled) == settled
     assert written(pieces)
     assert ending.process.wait(60) == 0
-    assert same_texts(ask_all(balanced, range(12)), expected)  # now nobody listens there
-    assert staying.answered() == before + 24
+    assert chosen(ask_all(balanced, SEEDS), settled) == settled  # now nobody listens there
+    assert staying.answered() == before + 2 * len(SEEDS)
 
 
 @pytest.fixture
@@ -220,18 +247,9 @@ def ray_url(monkeypatch) -> Iterator[str]:
         ray.shutdown()
 
 
-def test_replicas_of_ray_write_what_a_writer_writes(ray_url):
-    answers = ask_all(ray_url, range(12))
-    writer = Writer(located(Path("bundled")))
-    for seed, answer in enumerate(answers):
-        asked = body(seed)
-        pieces = writer.write(
-            [writer.tokenizer.encode(asked["prompt"])],
-            Sampling(asked["temperature"]),
-            max_new_tokens=asked["max_tokens"],
-            seed=seed,
-        )
-        assert text_of(answer) == "".join(piece.text for piece in pieces)
+def test_replicas_of_ray_write_what_a_writer_writes(ray_url, settled):
+    answers = ask_all(ray_url, SEEDS)
+    assert chosen(answers, settled) == settled
     assert len({answer.headers["X-Replica"] for answer in answers}) == 2
 
     pages: dict[str, str] = {}
