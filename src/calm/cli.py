@@ -3,8 +3,6 @@
 import os
 import sys
 import warnings
-from contextlib import nullcontext
-from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -14,7 +12,7 @@ from typer.exceptions import TyperException
 
 from calm import __version__
 from calm.allocator import keep_memory
-from calm.errors import CalmWarning, UserError
+from calm.errors import INTERRUPTED, CalmWarning, UserError
 
 app = typer.Typer(
     name="calm",
@@ -26,8 +24,6 @@ app = typer.Typer(
     help="Continuous Autoregressive Language Models: predict one vector for every K tokens.",
     epilog="Errors are one sentence; 'calm --debug COMMAND ...' shows where they come from.",
 )
-
-INTERRUPTED = 130  # what the parser makes of Ctrl-C
 
 Settings = Annotated[
     list[str] | None,
@@ -92,24 +88,10 @@ def quickstart(
     """
     from calm.quickstart.plan import Plan
 
-    plan = Plan(minutes, tuple(data or ["embedded"]), seed)
-    from transformers.utils import logging
+    plan = Plan(minutes, tuple(data or ["embedded"]), seed)  # before torch is imported: a mistake is told at once
+    from calm import quickstart_command
 
-    from calm import console
-    from calm.quickstart.report import next_commands
-    from calm.quickstart.run import REPORT
-    from calm.quickstart.run import quickstart as run
-
-    logging.disable_progress_bar()
-    results = run(plan, output, console.StageScreen())
-    if as_json:
-        console.print_json(results)
-        return
-    for table in console.scores_tables(results["scores"]):
-        console.stdout.print(table)
-    console.show_samples(results["samples"])
-    console.stdout.print(f"The report is {output / REPORT}. To go on:", soft_wrap=True)
-    print(next_commands(output), end="")
+    quickstart_command.quickstart(plan, output, as_json)
 
 
 @app.command(
@@ -146,46 +128,14 @@ def prepare(
 
     Interrupted at any moment, it continues with --resume and ends in the same bytes.
     """
-    from calm import console
-    from calm.data.prepare import prepare as run
+    from calm import prepare_command
     from calm.data.workers import PrepareOptions
 
     if resume and overwrite:
         raise UserError("--resume continues and --overwrite begins anew; give one of them")
     chosen = PrepareOptions(tokenizer, text_field, validation_share, test_share, document_size, shard_tokens)
-    with console.preparation_progress() as report:
-        manifest = run(
-            sources,
-            output,
-            chosen,
-            workers=workers,
-            on_bad_document=on_bad_document.value,
-            resume=resume,
-            overwrite=overwrite,
-            report=report,
-            warn=console.warn,
-        )
-    if as_json:
-        console.print_json(manifest)
-    else:
-        _show_prepared(output, manifest)
-
-
-def _show_prepared(output: Path, manifest: dict) -> None:
-    from calm import console
-    from calm.data.shards import PreparedData
-
-    if skipped := manifest["skipped_documents"]:
-        console.warn(f"{skipped:,} bad documents were left out")
-    for name, split in manifest["splits"].items():
-        if not split["documents"] and manifest["options"].get(f"{name}_share", 1):
-            console.warn(f"no document fell into the {name} split; give it a larger share")
-    console.stdout.print(console.preparation_summary(manifest))
-    data = PreparedData(output, verify=False)
-    if len(stream := data.split("train")):
-        console.stdout.print("The first chunks, K = 4 tokens in a colour:")
-        console.stdout.print(console.coloured_chunks(data.tokenizer, stream[:80].tolist(), 4))
-    console.stdout.print(f"Ready in {output}", soft_wrap=True)
+    how = {"workers": workers, "on_bad_document": on_bad_document.value, "resume": resume, "overwrite": overwrite}
+    prepare_command.prepare(sources, output, chosen, as_json, **how)
 
 
 @app.command(epilog="Example: calm train laptop-autoencoder --output runs/laptop-autoencoder --set train.steps=500")
@@ -313,51 +263,16 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and what they cost as JSON.")] = False,
 ) -> None:
     """Continue a text, chunk by chunk, as it comes. The continuation goes to stdout, everything else to stderr."""
-    from calm import console
     from calm.sampling.next_chunk import Sampling
 
     if show_chunks and as_json:
         raise UserError("--show-chunks is for people and --json for programs; give one of them")
     named = None if method is None else method.value
     sampling = Sampling(temperature, num_candidates, named, tolerance, refill, caution, top_k, top_p, min_p)
-    from transformers.utils import logging
+    from calm import generate_command
 
-    from calm.models.loading import located
-    from calm.processes import default_device
-    from calm.sampling.text import Writer
-
-    logging.disable_progress_bar()
-    with console.stderr.status("loading") if console.stderr.is_terminal else nullcontext():
-        writer = Writer(located(model), default_device(), int8=int8)
-    sampling = writer.predictor.resolve(sampling)
-    text = _prompt(prompt)
-    pieces = writer.write(
-        [writer.tokenizer.encode(text)] * num_samples,
-        sampling,
-        max_new_tokens=max_new_tokens,
-        stops=[stop or []] * num_samples,
-        seed=seed,
-    )
-    try:
-        if as_json:
-            settings = {"prompt": text, "seed": seed, "temperature": temperature, "method": sampling.method}
-            console.print_json(settings | console.collected_texts(pieces, num_samples) | {"cost": asdict(writer.spent)})
-        else:
-            console.show_texts(pieces, num_samples, show_chunks)
-    except KeyboardInterrupt:
-        console.stdout.print()
-        sys.exit(INTERRUPTED)
-    if warning := writer.spent.warning(sampling):
-        console.warn(warning)
-
-
-def _prompt(given: str) -> str:
-    try:
-        text = sys.stdin.read().removesuffix("\n") if given == "-" else given
-        text.encode()
-    except UnicodeError as error:
-        raise UserError(f"the prompt is not UTF-8: {error}") from error
-    return text
+    wanted = generate_command.Wanted(prompt, max_new_tokens, stop or [], num_samples, seed)
+    generate_command.generate(model, wanted, sampling, int8, show_chunks, as_json)
 
 
 @app.command(

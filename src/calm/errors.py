@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+INTERRUPTED = 130  # the exit code after Ctrl-C
+
 
 class UserError(Exception):
     """Something the user gave is wrong; the message names the value and the remedy."""

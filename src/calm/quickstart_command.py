@@ -1,0 +1,24 @@
+"""`calm quickstart` for people: the stages, then scores, samples and what to try next."""
+
+from pathlib import Path
+
+from transformers.utils import logging
+
+from calm import console
+from calm.quickstart.plan import Plan
+from calm.quickstart.report import next_commands
+from calm.quickstart.run import REPORT
+from calm.quickstart.run import quickstart as run
+
+
+def quickstart(plan: Plan, output: Path, as_json: bool) -> None:
+    logging.disable_progress_bar()
+    results = run(plan, output, console.StageScreen())
+    if as_json:
+        console.print_json(results)
+        return
+    for table in console.scores_tables(results["scores"]):
+        console.stdout.print(table)
+    console.show_samples(results["samples"])
+    console.stdout.print(f"The report is {output / REPORT}. To go on:", soft_wrap=True)
+    print(next_commands(output), end="")
