@@ -16,18 +16,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+import near_ties  # of benchmarks
 import pytest
-import torch
 
 from calm.models.loading import located
-from calm.sampling.next_chunk import Sampling
 from calm.sampling.text import Writer
 
 pytestmark = pytest.mark.slow
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SEEDS = range(12)
-ROUNDINGS = 3e-6  # 25 times the distance of neighbouring numbers
 PROMPTS = ["And God said", "In the beginning", "", "The king"]
 LONG = {"model": "bundled", "prompt": "And God said", "max_tokens": 1024, "seed": 3, "stream": True}
 
@@ -69,28 +67,16 @@ def text_of(answer: httpx.Response) -> str:
     return answer.json()["choices"][0]["text"]
 
 
-def written_alone(writer: Writer, seed: int) -> str:
-    asked = body(seed)
-    prompt, sampling = writer.tokenizer.encode(asked["prompt"]), Sampling(asked["temperature"])
-    pieces = writer.write([prompt], sampling, max_new_tokens=asked["max_tokens"], seed=seed)
-    return "".join(piece.text for piece in pieces)
-
-
 @pytest.fixture(scope="module")
 def settled() -> dict[int, str]:
-    """The texts, by seed, that no near-tie decides: weights moved by some roundings still write them.
-
-    Batches of other sizes round otherwise, by less than this; what is left must be the same whoever writes it.
-    """
+    """The texts, by seed, that must be the same whoever writes them: no near-tie decides them."""
     writer = Writer(located(Path("bundled")))
-    texts = {seed: written_alone(writer, seed) for seed in SEEDS}
-    weights = [weight.detach().clone() for weight in writer.model.parameters()]
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        with torch.no_grad():
-            for weight, before in zip(writer.model.parameters(), weights, strict=True):
-                weight.copy_(before * (1 + ROUNDINGS * torch.randn(before.shape, generator=generator)))
-        texts = {seed: text for seed, text in texts.items() if written_alone(writer, seed) == text}
+
+    def alone(seed: int) -> str:
+        asked = body(seed)
+        return near_ties.written(writer, asked["prompt"], seed, asked["temperature"], asked["max_tokens"])
+
+    texts = near_ties.settled(writer, {seed: alone(seed) for seed in SEEDS}, alone)
     assert len(texts) >= 0.75 * len(SEEDS)
     return texts
 
