@@ -230,6 +230,25 @@ def test_ancestral_sampling_ends_in_the_data():
     assert abs(found.std().item() - 0.5) < 0.03
 
 
+class FaultyNoise(KnownNoise):
+    """As a network is: wrong by a tenth, and without an idea of states far from all that it has seen."""
+
+    def forward(self, x, times, condition):
+        noise, place = super().forward(x, times, condition).chunk(2, dim=-1)
+        return torch.cat([(0.9 * noise).clamp(-4, 4), place], dim=-1)
+
+
+def test_a_small_error_of_the_noise_does_not_send_samples_away():
+    found = {}
+    for largest in (None, 10.0):
+        head = DiffusionHead(**SIZES, largest_latent=largest)
+        head.denoiser = FaultyNoise(2.0, 0.5)  # pyright: ignore
+        found[largest] = head.sample(torch.zeros(16), 4000, torch.Generator().manual_seed(0), num_steps=100)
+    assert found[None].abs().median() > 100
+    assert abs(found[10.0].mean().item() - 2.0) < 0.1
+    assert abs(found[10.0].std().item() - 0.5) < 0.1
+
+
 def test_the_schedule_is_that_of_the_format():
     betas = cosine_betas()
     assert len(betas) == 1000

@@ -1,7 +1,8 @@
 """The diffusion head of §7.4: learn to remove noise, then remove it in small random steps.
 
 Cosine schedule of 1000 steps; the network predicts the noise, and where the variance of a step lies between its bounds.
-Sampling goes through fewer steps, spread evenly, with variances recomputed for the distances between them.
+Sampling goes through fewer steps, spread evenly, with variances recomputed for the distances between them. Where all is
+noise, the latent that a prediction stands for is its error times thousands: it is kept to what a latent can be.
 """
 
 import math
@@ -78,11 +79,12 @@ class DiffusionHead(DenoisingHead):
         *,
         num_model_samples: int = 8,
         num_sampling_steps: int = 100,
+        largest_latent: float | None = None,  # what no number of a latent exceeds; None: nothing is known
     ):
         Schedule.of(num_sampling_steps)  # a wrong number is told now, not when sampling
         denoiser = Denoiser(hidden_size, latent_size, 2 * latent_size, num_layers)
         super().__init__(denoiser, latent_size, num_model_samples)
-        self.num_sampling_steps = num_sampling_steps
+        self.num_sampling_steps, self.largest_latent = num_sampling_steps, largest_latent
 
     def sample(
         self,
@@ -104,16 +106,19 @@ class DiffusionHead(DenoisingHead):
         x, condition = fresh(0), self.denoiser.condition(hidden)
         for number, step in enumerate(reversed(range(steps)), start=1):
             here = schedule.at(torch.tensor(step, device=x.device))
-            x, log_variance = self._step(x, here, self.denoiser(x.to(hidden.dtype), here.times[..., 0], condition))
+            output = self.denoiser(x.to(hidden.dtype), here.times[..., 0], condition)
+            x, log_variance = self._step(x, here, output, self.largest_latent)
             if step > 0:
                 x = x + (0.5 * log_variance).exp() * fresh(number)
         return x.to(hidden.dtype)
 
     @staticmethod
-    def _step(x: Tensor, here: Schedule, output: Tensor) -> tuple[Tensor, Tensor]:
+    def _step(x: Tensor, here: Schedule, output: Tensor, largest: float | None = None) -> tuple[Tensor, Tensor]:
         """The mean and log-variance of x_{t-1} that the network's output stands for."""
         noise, place = output.float().chunk(2, dim=-1)
         start = (x - here.noise_scale * noise) / here.signal
+        if largest is not None:
+            start = start.clamp(-largest, largest)
         share = (place + 1) / 2
         log_variance = share * here.log_largest + (1 - share) * here.log_smallest
         return here.from_start * start + here.from_state * x, log_variance

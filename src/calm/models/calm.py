@@ -36,7 +36,7 @@ HEAD_FIELDS = {
     "energy": ("num_model_samples", "num_target_samples", "alpha", "noise_size"),
     "mean-flow": ("num_model_samples",),
     "flow": ("num_model_samples", "sampler", "num_sampling_steps"),
-    "diffusion": ("num_model_samples", "num_sampling_steps"),
+    "diffusion": ("num_model_samples", "num_sampling_steps", "largest_latent"),
 }
 
 

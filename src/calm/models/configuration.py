@@ -78,6 +78,7 @@ class CalmConfig(PretrainedConfig):
         sampler: Literal["euler", "midpoint"] = "midpoint",  # of the flow head
         own_words: bool = False,  # of the chain head: words of its own, which learn, instead of the autoencoder's
         num_sampling_steps: int | None = None,  # of the flow head (10, or 20 Euler steps) and the diffusion head (100)
+        largest_latent: float | None = 10.0,  # of the diffusion head: no number of a latent is larger; None: unknown
         knows_fill: bool = True,  # whether fill ids at the front of texts were seen in training
         **kwargs,
     ):
@@ -105,6 +106,8 @@ class CalmConfig(PretrainedConfig):
         for field, count in counts.items():
             if count < 1:
                 raise ConfigError(f"{field} must be at least 1, not {count}")
+        if largest_latent is not None and largest_latent <= 0:
+            raise ConfigError(f"largest_latent must be above 0, or null, not {largest_latent}")
         self.backbone_config = backbone_config
         self.model_input = model_input
         self.head = head
@@ -115,6 +118,7 @@ class CalmConfig(PretrainedConfig):
         self.noise_size = noise_size
         self.sampler = sampler
         self.num_sampling_steps = num_sampling_steps
+        self.largest_latent = largest_latent
         self.own_words = own_words
         self.knows_fill = knows_fill
         kwargs.setdefault("tie_word_embeddings", False)

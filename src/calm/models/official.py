@@ -97,6 +97,7 @@ def import_language_model(directory: Path, autoencoder: Path) -> CalmForCausalLM
         num_model_samples=fields.get("num_samples", 8),
         alpha=fields.get("beta", 1.0),
         noise_size=fields.get("noise_size", 64),
+        largest_latent=None,  # as the authors sample
         knows_fill=False,
         eos_token_id=fields.get("eos_token_id"),
         pad_token_id=fields.get("pad_token_id"),
