@@ -21,7 +21,7 @@ ORDER = [
     {"serve", "paper"},
     {"bench", "quickstart"},
     {"console"},
-    {"bench_command", "evaluate_command", "reproduce_command", "serve_command"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 ]

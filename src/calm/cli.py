@@ -89,9 +89,9 @@ def quickstart(
     from calm.quickstart.plan import Plan
 
     plan = Plan(minutes, tuple(data or ["embedded"]), seed)  # before torch is imported: a mistake is told at once
-    from calm import quickstart_command
+    from calm.commands import quickstart as command
 
-    quickstart_command.quickstart(plan, output, as_json)
+    command.quickstart(plan, output, as_json)
 
 
 @app.command(
@@ -128,14 +128,14 @@ def prepare(
 
     Interrupted at any moment, it continues with --resume and ends in the same bytes.
     """
-    from calm import prepare_command
+    from calm.commands import prepare as command
     from calm.data.workers import PrepareOptions
 
     if resume and overwrite:
         raise UserError("--resume continues and --overwrite begins anew; give one of them")
     chosen = PrepareOptions(tokenizer, text_field, validation_share, test_share, document_size, shard_tokens)
     how = {"workers": workers, "on_bad_document": on_bad_document.value, "resume": resume, "overwrite": overwrite}
-    prepare_command.prepare(sources, output, chosen, as_json, **how)
+    command.prepare(sources, output, chosen, as_json, **how)
 
 
 @app.command(epilog="Example: calm train laptop-autoencoder --output runs/laptop-autoencoder --set train.steps=500")
@@ -204,7 +204,7 @@ def evaluate(
     """
     from transformers.utils import logging
 
-    from calm import evaluate_command
+    from calm.commands import evaluate as command
     from calm.models.configuration import ChunkAutoencoderConfig
     from calm.models.loading import located, model_type
 
@@ -215,16 +215,16 @@ def evaluate(
     if limit is not None and not harness:
         raise UserError("--limit is for a task of lm_eval (--harness)")
     if harness:
-        evaluate_command.run_harness(models, harness, limit, batch_size, seed, likelihood_bound, output, as_json)
+        command.run_harness(models, harness, limit, batch_size, seed, likelihood_bound, output, as_json)
     elif data is None:
         raise UserError("--data is missing: a directory made by calm prepare, or a file of text")
     elif len(models) == 1 and model_type(models[0]) == ChunkAutoencoderConfig.model_type:
-        evaluate_command.evaluate_autoencoder(models[0], data, split, batch_size, output, as_json)
+        command.evaluate_autoencoder(models[0], data, split, batch_size, output, as_json)
     else:
         from calm.evaluate.language_models import Options
 
         options = Options(samples, positions.value, context, batch_size, seed, likelihood_bound, int8=int8)
-        evaluate_command.evaluate_language_models(models, data, split, options, output, as_json)
+        command.evaluate_language_models(models, data, split, options, output, as_json)
 
 
 @app.command(epilog="Example: calm generate bundled 'And God said' --temperature 0.5 --num-samples 3")
@@ -269,10 +269,10 @@ def generate(
         raise UserError("--show-chunks is for people and --json for programs; give one of them")
     named = None if method is None else method.value
     sampling = Sampling(temperature, num_candidates, named, tolerance, refill, caution, top_k, top_p, min_p)
-    from calm import generate_command
+    from calm.commands import generate as command
 
-    wanted = generate_command.Wanted(prompt, max_new_tokens, stop or [], num_samples, seed)
-    generate_command.generate(model, wanted, sampling, int8, show_chunks, as_json)
+    wanted = command.Wanted(prompt, max_new_tokens, stop or [], num_samples, seed)
+    command.generate(model, wanted, sampling, int8, show_chunks, as_json)
 
 
 @app.command(
@@ -301,7 +301,7 @@ def serve(
     """Serve a model: OpenAI's completions, streams with an event for each chunk, and a page to play with."""
     from transformers.utils import logging
 
-    from calm import serve_command
+    from calm.commands import serve as command
     from calm.serve.limits import Limits
 
     logging.disable_progress_bar()
@@ -313,7 +313,7 @@ def serve(
         max_candidates=max_candidates,
         max_seconds=max_seconds,
     )
-    serve_command.serve(model, baseline, host, port, api_key or [], open_to_all, limits)
+    command.serve(model, baseline, host, port, api_key or [], open_to_all, limits)
 
 
 @app.command(epilog="Example: calm config laptop-autoencoder --set data.batch_size=8")
@@ -388,14 +388,14 @@ def reproduce(
     """
     from transformers.utils import logging
 
-    from calm import reproduce_command
+    from calm.commands import reproduce as command
     from calm.paper.scales import scale_of
 
     logging.disable_progress_bar()
     if name == "list":
-        reproduce_command.show_names()
+        command.show_names()
         return
-    reproduce_command.reproduce(name, scale_of(scale, chunk_size), output, data, resume, plan, as_json)
+    command.reproduce(name, scale_of(scale, chunk_size), output, data, resume, plan, as_json)
 
 
 @app.command(
@@ -414,10 +414,10 @@ def bench(
     """
     from transformers.utils import logging
 
-    from calm import bench_command
+    from calm.commands import bench as command
 
     logging.disable_progress_bar()
-    bench_command.bench(what, size, rounds, as_json)
+    command.bench(what, size, rounds, as_json)
 
 
 @app.command(

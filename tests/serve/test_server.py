@@ -6,7 +6,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from calm import serve_command
+from calm.commands import serve as serve_command
 from calm.errors import UserError
 from calm.sampling.next_chunk import Sampling
 from calm.serve import run
