@@ -8,12 +8,12 @@ from calm.evaluate.brier_lm import BrierLM
 from calm.paper.experiment import Experiment, Figure, Row
 from calm.paper.experiments import EXPERIMENTS
 from calm.paper.experiments.brier_correlation import correlations
-from calm.paper.figures import draw
+from calm.paper.figures import _values, draw
 from calm.paper.measures import Measure, cost, reconstruction, scores, step_time, tradeoff
 from calm.paper.runs import Run
 from calm.paper.scales import SCALES
 from calm.paper.tables import cells, document, markdown
-from calm.paper.values import FAILED, NO, OPEN, YES, fill
+from calm.paper.values import FAILED, NO, OPEN, YES, Line, Value, fill
 
 TOY = SCALES["toy"]
 RUN = Run("characters-transformer")
@@ -71,7 +71,7 @@ def test_without_a_brier_lm_the_first_score_answers():
     assert found.lines["b"].values["brier_lm"].value is None
     verdict = found.better("a is better", "a", "b")
     assert verdict.answer == YES
-    assert "no BrierLM; Brier-1" in verdict.numbers
+    assert "no sure BrierLM; Brier-1" in verdict.numbers
 
 
 def test_a_training_that_diverged_is_worse_than_one_that_did_not():
@@ -144,12 +144,21 @@ def test_every_experiment_has_a_table_a_figure_and_answers(experiment):
     assert f"{experiment.name}.png" in text
 
 
-def test_rows_that_get_better_answer_as_the_paper_does_where_it_says_so():
-    """α = 1 comes behind 0.75 and before the others, so made-up scores that rise contradict all but the first claim."""
+def test_scores_that_rise_contradict_what_the_paper_says_of_the_exponent_and_those_that_fall_agree():
     experiment = EXPERIMENTS["alpha"]
     rows = experiment.rows(TOY, lambda measure: None)
-    filled = fill(experiment, rows, {row.label: [[sums(0.1 * (1 + n))]] for n, row in enumerate(rows)})
-    assert [verdict.answer for verdict in experiment.claims(filled)] == [YES, NO, NO, NO, NO]
+    answers = []
+    for levels in ((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), (None, 0.5, 0.4, 0.3, 0.2, -0.1)):
+        found = [{FAILED: "ten steps"} if level is None else sums(level) for level in levels]
+        filled = fill(experiment, rows, {row.label: [[one]] for row, one in zip(rows, found, strict=True)})
+        answers.append([verdict.answer for verdict in experiment.claims(filled)])
+    assert answers == [[NO] * 5, [YES] * 5]
+
+
+def test_an_interval_without_a_lower_end_is_drawn_down_to_zero():
+    line = Line(Row("a", (), {}), {"brier_lm": Value(2.0, None, 3.0), "parameters": Value(5.0)})
+    assert _values([line], "brier_lm") == ([2.0], [[2.0], [1.0]])
+    assert _values([line], "parameters") == ([5.0], [[0.0], [0.0]])
 
 
 def test_a_figure_without_scores_says_so():

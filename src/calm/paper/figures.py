@@ -37,6 +37,8 @@ def draw(table: Table) -> bytes:
             else:
                 _side_by_side(axis, table, column)
             axis.set_ylabel(label)
+            if column.startswith("brier") and axis.get_ylim()[0] > 0:
+                axis.set_ylim(bottom=0)  # so that small differences look small
         page.suptitle(table.experiment.title)
         content = io.BytesIO()
         page.savefig(content, format="png")
@@ -63,9 +65,10 @@ def _curves(axis: Any, table: Table, column: str) -> None:
     axis.set_xlabel(figure.x)
     if figure.log_x:
         axis.set_xscale("log")
-    if axis.get_legend_handles_labels()[1]:
+    shown = len(axis.get_legend_handles_labels()[1])
+    if shown > 1:
         axis.legend()
-    else:
+    elif not shown:
         _nothing(axis)
 
 
@@ -91,9 +94,13 @@ def _place(line: Line, over: str | None) -> float | None:
 
 
 def _values(lines: list[Line], column: str) -> tuple[list[float], list[list[float]]]:
-    """Heights, and how far the intervals reach down and up; an end that is unknown is not drawn."""
+    """Heights, and how far the intervals reach down and up.
+
+    A BrierLM with an upper end alone may be none: it reaches down to 0. Of what has no interval nothing is drawn.
+    """
     values = [line.values[column] for line in lines]
     heights = [float(v.value or 0) for v in values]
-    down = [max(0.0, h - v.low) if v.low is not None else 0.0 for v, h in zip(values, heights, strict=True)]
-    up = [max(0.0, v.high - h) if v.high is not None else 0.0 for v, h in zip(values, heights, strict=True)]
+    highs = [h if v.high is None else v.high for v, h in zip(values, heights, strict=True)]
+    lows = [(h if v.high is None else 0.0) if v.low is None else v.low for v, h in zip(values, heights, strict=True)]
+    down, up = ([max(0.0, a - b) for a, b in zip(*pair, strict=True)] for pair in ((heights, lows), (highs, heights)))
     return heights, [down, up]

@@ -60,14 +60,23 @@ class Table:
     def series(self, name: str) -> list[Line]:
         return [line for line in self.lines.values() if line.row.series == name]
 
+    def learns_nothing(self, claim: str, label: str) -> Verdict:
+        """Whether training failed, or its model is not better than one that gives every text the probability 0."""
+        line = self.lines[label]
+        if line.failed:
+            return Verdict(claim, YES, f"the training of {label} diverged")
+        low, value, high = line.values["brier_1"].ends
+        answer = YES if high <= 0 else NO if low > 0 else OPEN
+        return Verdict(claim, answer, f"Brier-1 of {label}: {value:.3g} ({low:.3g} to {high:.3g})")
+
     def better(self, claim: str, more: str, less: str) -> Verdict:
-        """Whether one row has the higher BrierLM; where one has none, the higher Brier-1."""
+        """Whether one row has the higher BrierLM; where one has none, or perhaps none, the higher Brier-1."""
         one, two = self.lines[more], self.lines[less]
         if failed := [line.row.label for line in (one, two) if line.failed]:
             answer = OPEN if len(failed) == 2 else NO if one.failed else YES
             return Verdict(claim, answer, f"the training of {' and '.join(failed)} diverged")
-        known = all(line.values["brier_lm"].value is not None for line in (one, two))
-        column, title = ("brier_lm", "BrierLM") if known else ("brier_1", "no BrierLM; Brier-1")
+        known = all(line.values["brier_lm"].low is not None for line in (one, two))
+        column, title = ("brier_lm", "BrierLM") if known else ("brier_1", "no sure BrierLM; Brier-1")
         difference = one.brier.compare(two.brier)[column]
         pairs = zip(one.briers, two.briers, strict=True)
         seeds = [a.compare(b, redraws=2)[column].value for a, b in pairs]

@@ -24,11 +24,11 @@ def rows(scale: Scale, known: Known) -> list[Row]:
 def claims(table: Table) -> list[Verdict]:
     best = "α = 1"
     return [
-        table.better("training fails below 1", best, "α = 0.75"),
+        table.learns_nothing("training fails below 1", "α = 0.75"),
         table.better("1 is better than 1.25", best, "α = 1.25"),
         table.better("1 is better than 1.5", best, "α = 1.5"),
         table.better("1 is better than 1.75", best, "α = 1.75"),
-        table.better("2 learns nothing: the score is not strictly proper", best, "α = 2"),
+        table.learns_nothing("2 learns nothing: the score is not strictly proper", "α = 2"),
     ]
 
 
