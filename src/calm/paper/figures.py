@@ -18,6 +18,7 @@ STYLE: Any = {
 }
 COLOURS = ("#1f5fa8", "#e07b00", "#2a8c4a", "#b03a8c", "#6b6b6b", "#00a0a8")
 MARKERS = "os^Dvp"
+PLAIN = 0.1, 1e4  # numbers that need no powers of ten
 
 
 def draw(table: Table) -> bytes:
@@ -64,12 +65,23 @@ def _curves(axis: Any, table: Table, column: str) -> None:
                 axis.annotate(text, at, textcoords="offset points", xytext=(5, -12), fontsize=8, color=style["color"])
     axis.set_xlabel(figure.x)
     if figure.log_x:
-        axis.set_xscale("log")
+        _log_scale(axis)
     shown = len(axis.get_legend_handles_labels()[1])
     if shown > 1:
         axis.legend()
     elif not shown:
         _nothing(axis)
+
+
+def _log_scale(axis: Any) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_xscale("log")
+    low, high = axis.get_xlim()
+    if low > PLAIN[0] and high < PLAIN[1]:
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _side_by_side(axis: Any, table: Table, column: str) -> None:
