@@ -6,6 +6,7 @@ from calm.paper.values import Table, Value
 
 LARGE = 1e7
 PAPER = "paper: "
+INTERVALS = "Scores in percent. The 95% intervals are of the text that was read: those of another training seed are not in them."
 
 
 def cells(table: Table) -> tuple[list[str], list[list[str]]]:
@@ -43,7 +44,7 @@ def document(table: Table, verdicts: list[dict[str, Any]], command: str, about: 
 
 {markdown(*cells(table))}
 
-Ours with 95% intervals; scores in percent.
+{INTERVALS}
 {note}
 {markdown(["does it hold here?", "answer", "numbers"], answers)}
 
