@@ -6,7 +6,7 @@ from calm.paper.values import Table, Value
 
 LARGE = 1e7
 PAPER = "paper: "
-INTERVALS = "Scores in percent. 95% intervals are over documents; how much the seed of a training matters is not in them."
+INTERVALS = "Scores in percent. 95% intervals are over documents; how much a training's seed matters is not in them."
 
 
 def cells(table: Table) -> tuple[list[str], list[list[str]]]:
