@@ -8,12 +8,12 @@ from calm.evaluate.brier_lm import BrierLM
 from calm.paper.experiment import Experiment, Figure, Row
 from calm.paper.experiments import EXPERIMENTS
 from calm.paper.experiments.brier_correlation import correlations
-from calm.paper.figures import _values, draw
+from calm.paper.figures import _curves, _values, draw
 from calm.paper.measures import Measure, cost, reconstruction, scores, step_time, tradeoff
 from calm.paper.runs import Run
 from calm.paper.scales import SCALES
 from calm.paper.tables import cells, document, markdown
-from calm.paper.values import FAILED, NO, OPEN, YES, Line, Value, fill
+from calm.paper.values import FAILED, NO, OPEN, YES, Line, Table, Value, fill
 
 TOY = SCALES["toy"]
 RUN = Run("characters-transformer")
@@ -153,6 +153,16 @@ def test_scores_that_rise_contradict_what_the_paper_says_of_the_exponent_and_tho
         filled = fill(experiment, rows, {row.label: [[one]] for row, one in zip(rows, found, strict=True)})
         answers.append([verdict.answer for verdict in experiment.claims(filled)])
     assert answers == [[NO] * 5, [YES] * 5]
+
+
+def test_only_rows_of_a_series_are_drawn_as_curves():
+    from matplotlib.figure import Figure as Page
+
+    lines = {name: Line(Row(name, (), {}, series, 1.0), {"brier_lm": Value(2.0)}) for name, series in ("ab", ("c", ""))}
+    experiment = Experiment("e", "E", "here", "f", lambda *_: [], {}, Figure("x"), lambda _: [])
+    axis = Page().subplots()
+    _curves(axis, Table(experiment, lines), "brier_lm")
+    assert axis.get_legend_handles_labels()[1] == ["b"]
 
 
 def test_an_interval_without_a_lower_end_is_drawn_down_to_zero():

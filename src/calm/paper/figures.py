@@ -49,7 +49,7 @@ def draw(table: Table) -> bytes:
 
 def _curves(axis: Any, table: Table, column: str) -> None:
     figure = table.experiment.figure
-    every = [line for line in table.lines.values() if _place(line, figure.over) is not None]
+    every = [line for line in table.lines.values() if line.row.series and _place(line, figure.over) is not None]
     for number, series in enumerate(dict.fromkeys(line.row.series for line in every)):
         mine = [line for line in every if line.row.series == series and _known(line, column)]
         if not mine:
