@@ -85,12 +85,13 @@ def _log_scale(axis: Any) -> None:
 
 
 def _side_by_side(axis: Any, table: Table, column: str) -> None:
-    lines = [line for line in table.lines.values() if _known(line, column)]
-    if not lines:
+    lines = list(table.lines.values())
+    known = [place for place, line in enumerate(lines) if _known(line, column)]
+    if not known:
         _nothing(axis)
-    axis.errorbar(range(len(lines)), *_values(lines, column), fmt="o", capsize=4, color=COLOURS[0])
+    axis.errorbar(known, *_values([lines[place] for place in known], column), fmt="o", capsize=4, color=COLOURS[0])
     axis.set_xticks(range(len(lines)), [line.row.label for line in lines], rotation=25, ha="right")
-    axis.margins(x=0.1)
+    axis.set_xlim(-0.5, len(lines) - 0.5)  # a row without this score keeps its place
 
 
 def _nothing(axis: Any) -> None:

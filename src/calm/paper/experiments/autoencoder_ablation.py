@@ -1,6 +1,6 @@
 """Table 2: what each regulariser of the autoencoder brings to the language model."""
 
-from calm.paper.experiment import BRIERS, RECONSTRUCTION, Experiment, Figure, Known, Row
+from calm.paper.experiment import BRIERS, RECONSTRUCTION, TWO_SCORES, Experiment, Figure, Known, Row
 from calm.paper.measures import on_autoencoder
 from calm.paper.scales import Scale
 from calm.paper.values import Table, Verdict
@@ -42,6 +42,6 @@ EXPERIMENT = Experiment(
     "A plain KL harms (71 of 128 dimensions collapse), clipped it helps; both dropouts help, together most.",
     rows,
     BRIERS | RECONSTRUCTION | {"collapsed_dimensions": "collapsed dimensions"},
-    Figure(),
+    Figure(panels=TWO_SCORES),
     claims,
 )

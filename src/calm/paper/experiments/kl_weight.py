@@ -1,6 +1,6 @@
 """The weight of the KL divergence."""
 
-from calm.paper.experiment import BRIERS, RECONSTRUCTION, SCORES, Experiment, Figure, Known, Row
+from calm.paper.experiment import BRIERS, RECONSTRUCTION, TWO_SCORES, Experiment, Figure, Known, Row
 from calm.paper.measures import on_autoencoder
 from calm.paper.scales import Scale
 from calm.paper.values import Table, Verdict
@@ -34,7 +34,7 @@ EXPERIMENT = Experiment(
     BRIERS | RECONSTRUCTION,
     Figure(
         "weight β of the KL divergence (leftmost: 0)",
-        SCORES | RECONSTRUCTION,
+        TWO_SCORES | RECONSTRUCTION,
         log_x=True,
     ),
     claims,
