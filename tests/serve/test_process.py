@@ -31,9 +31,8 @@ class Process:
         self.url = f"http://127.0.0.1:{self.port}"
         self.errors: list[str] = []
         threading.Thread(target=self._listen, daemon=True).start()
-        assert (
-            httpx.get(f"{self.url}/ready", timeout=60).status_code == 200
-        )  # it says where only when nobody is refused
+        ready = httpx.get(f"{self.url}/ready", timeout=60)  # it says where only when nobody is refused
+        assert ready.status_code == 200
 
     def _listen(self) -> None:
         assert self.process.stderr is not None
