@@ -50,7 +50,11 @@ def test_what_it_leaves(made):
     for row in rows:
         assert set(row["values"]["brier_1"]) == {"value", "low", "high", "by_seed"}
     assert str(made) not in (made / "results.json").read_text()  # it may be kept in a repository
-    assert "21.81" in (made / "model-input.md").read_text()  # the paper's, beside ours
+    table = (made / "model-input.md").read_text()
+    assert "21.81" in table  # the paper's, beside ours
+    assert "by 3 seeds of the base model" in table
+    seeds = [kept["settings"].get("seed", 0) for kept in kept["measures"].values()]
+    assert sorted(seeds) == [0, 0, 0, 1, 2]
     report = (made / "report.html").read_text()
     for part in ("calm train characters-calm", "model_input", "data:image/png", __version__):
         assert part in report, part

@@ -81,12 +81,21 @@ def test_experiments_share_the_base_run(scale):
 
 @pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
 @pytest.mark.parametrize("name", SCALES)
-def test_other_chunk_sizes_see_as_many_tokens(name, chunk_size):
-    scale, usual = scale_of(name, chunk_size), scale_of(name)
-    runs = [each.calm().plain.data for each in (scale, usual)]
-    assert runs[0].chunk_size == chunk_size
-    assert runs[0].batch_size * runs[0].sequence_length == runs[1].batch_size * runs[1].sequence_length
-    assert runs[0].sequence_length // chunk_size == runs[1].sequence_length // 4
+def test_chunk_sizes_of_one_experiment_see_as_many_tokens(name, chunk_size):
+    scale = scale_of(name)
+    other, usual = (scale.calm(autoencoder=scale.autoencoder(chunk_size=k)).plain.data for k in (chunk_size, 4))
+    assert other.chunk_size == chunk_size
+    assert other.batch_size * other.sequence_length == usual.batch_size * usual.sequence_length
+    assert other.sequence_length // chunk_size == usual.sequence_length // 4
+
+
+@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+@pytest.mark.parametrize("name", SCALES)
+def test_runs_of_another_chunk_size_take_as_long(name, chunk_size):
+    """As many chunks a step, which is what a step costs."""
+    other, usual = (scale_of(name, k).calm().plain.data for k in (chunk_size, 4))
+    assert other.batch_size == usual.batch_size
+    assert other.sequence_length // chunk_size == usual.sequence_length // 4
 
 
 def test_the_papers_scale_is_the_papers_recipes():

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from scipy.stats import pearsonr, spearmanr
+from scipy.stats import pearsonr, spearmanr, t
 
 from calm.evaluate.brier_lm import BrierLM
 from calm.paper.experiment import Experiment, Figure, Row
@@ -13,7 +13,7 @@ from calm.paper.measures import Measure, cost, reconstruction, scores, step_time
 from calm.paper.runs import Run
 from calm.paper.scales import SCALES
 from calm.paper.tables import cells, document, markdown
-from calm.paper.values import FAILED, NO, OPEN, YES, Line, Table, Value, fill
+from calm.paper.values import FAILED, NO, OPEN, STUDENT, YES, Line, Table, Value, fill
 
 TOY = SCALES["toy"]
 RUN = Run("characters-transformer")
@@ -61,6 +61,42 @@ def test_seeds_are_averaged_and_kept():
 )
 def test_an_ordering_holds_if_intervals_and_seeds_say_so(more, less, answer):
     assert table({"a": more, "b": less}).better("a is better", "a", "b").answer == answer
+
+
+def by_alpha(more: dict, less: dict, repeats: list[dict]) -> Table:
+    """Two trainings, and the base model by seed."""
+    rows = EXPERIMENTS["alpha"].rows(TOY, lambda measure: None)[:2]
+    answers = {row.label: [[answer]] for row, answer in zip(rows, (more, less), strict=True)}
+    return fill(EXPERIMENTS["alpha"], rows, answers, repeats)
+
+
+@pytest.mark.parametrize(("spread", "answer"), [(0.0, YES), (0.001, YES), (0.02, OPEN)])
+def test_what_two_seeds_differ_by_decides_nothing(spread, answer):
+    """A difference of 0.02 in Brier-1, and seeds that lie up to `spread` from their mean."""
+    found = by_alpha(sums(0.34), sums(0.3), [sums(0.3 + shift * 2 * spread) for shift in (-1, 0, 1)])
+    assert found.chance("brier_1") == pytest.approx(4.30 * 100 * spread)
+    assert found.better("", *found.lines).answer == answer
+
+
+def test_the_seeds_of_one_training_do_not_matter_where_it_is_sampled_in_two_ways():
+    experiment = EXPERIMENTS["sampling-steps"]
+    euler, midpoint = (
+        next(row for row in experiment.rows(TOY, lambda _: None) if row.label == label)
+        for label in ("euler, 4", "midpoint, 4")
+    )
+    answers = {euler.label: [[sums(0.3)]], midpoint.label: [[sums(0.31)]]}
+    found = fill(experiment, [euler, midpoint], answers, [sums(0.1), sums(0.5)])
+    assert found.better("", midpoint.label, euler.label).answer == YES
+
+
+def test_quantiles_are_students():
+    assert t.ppf(0.975, range(1, len(STUDENT) + 1)) == pytest.approx(STUDENT, abs=0.006)
+
+
+def test_an_interval_gets_wider_by_what_chance_adds():
+    assert Value(5.0, 2.0, 9.0).wider(4.0) == Value(5.0, 0.0, 5 + 32**0.5)
+    assert Value(5.0, None, 8.0).wider(4.0) == Value(5.0, None, 10.0)
+    assert Value(5.0, 5.0, 5.0).wider(1.0) == Value(5.0, 4.0, 6.0)
 
 
 def test_without_a_brier_lm_the_first_score_answers():

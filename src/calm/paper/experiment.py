@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from calm.paper.measures import Measure
+from calm.paper.measures import Measure, repeated
 from calm.paper.scales import CHUNK_SIZES, Scale
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Experiment:
     columns: dict[str, str]
     figure: Figure
     claims: Callable[["Table"], list["Verdict"]]
+    repeat: Callable[[Scale, int], Measure] | None = repeated  # by seed: whose spread is that of what is compared
     chunk_sizes: tuple[int, ...] = CHUNK_SIZES  # for which it can be made
     reference: str = ""  # the row whose training step costs 1
     note: str = ""

@@ -88,6 +88,15 @@ def on_autoencoder(below: Run, scale: Scale) -> tuple[Measure, Measure]:
     return scores(scale.calm(autoencoder=below), scale), reconstruction(below, scale)
 
 
+def repeated(scale: Scale, seed: int) -> Measure:
+    """The base model with another seed."""
+    return scores(scale.calm().of(seed), scale)
+
+
+def repeated_from_the_autoencoder_on(scale: Scale, seed: int) -> Measure:
+    return scores(scale.calm(autoencoder=scale.autoencoder().of(seed)).of(seed), scale)
+
+
 def tradeoff(run: Run, scale: Scale, temperature: float, candidates: int | None = None) -> Measure:
     """Accuracy and collision by Algorithm 2; of a Transformer by its softmax."""
     options = {"split": scale.split, "positions": scale.positions, "temperature": temperature, "candidates": candidates}

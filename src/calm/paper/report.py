@@ -10,7 +10,7 @@ from calm.paper.experiment import Experiment
 from calm.paper.experiments import EXPERIMENTS
 from calm.paper.figures import draw
 from calm.paper.reproduce import Reproduction, as_json
-from calm.paper.tables import INTERVALS, cells, document
+from calm.paper.tables import about_intervals, cells, document
 
 REPORT = "report.html"
 STYLE = ".yes { color: #2a8c4a; } .no { color: #c0392b; } details { margin: .6rem 0; }"
@@ -71,7 +71,7 @@ def _section(made: Reproduction, name: str) -> str:
 <p>The paper, {escape(experiment.place)}: {escape(experiment.finding)}</p>
 {pages.image((made.output / f"{name}.png").read_bytes(), experiment.title)}
 {pages.table(*cells(table))}
-<p class="note">{INTERVALS} {escape(experiment.note)}</p>
+<p class="note">{about_intervals(table)} {escape(experiment.note)}</p>
 <table><tr><th>does it hold here?</th><th></th><th></th></tr>{verdicts}</table>
 <details><summary>commands</summary><pre>{escape(chr(10).join(made.commands(experiment)))}</pre></details>
 <details><summary>configurations</summary>{configs}</details>"""

@@ -78,18 +78,20 @@ class Reproduction:
     def _wanted(self, experiment: Experiment) -> list[tuple[Measure, str]]:
         """What is not measured yet, each once, and the row that it is for."""
         every = [(measure, row.label) for row in self.rows(experiment) for measure in self._measures([row])]
+        every += [(measure, "another seed") for measure in self._repeats(experiment)]
         wanted = {measure.key(self.text): (measure, label) for measure, label in every}
         return [pair for pair in wanted.values() if self.results.find(pair[0]) is None]
 
     def digest(self, experiment: Experiment) -> str:
         """Of everything that its numbers follow from."""
-        return digest([__version__, [measure.key(self.text) for measure in self._measures(self.rows(experiment))]])
+        return digest([__version__, [measure.key(self.text) for measure in self._every(experiment)]])
 
     def table(self, experiment: Experiment) -> Table:
         """Of an experiment that was measured."""
         rows = self.rows(experiment)
         found = {row.label: [self._answers(measure) for measure in row.measures] for row in rows}
-        return fill(experiment, rows, found)
+        repeats = [self.results.measures[measure.key(self.text)]["answer"] for measure in self._repeats(experiment)]
+        return fill(experiment, rows, found, repeats)
 
     def _answers(self, measure: Measure) -> list[dict[str, Any]]:
         return [self.results.measures[seeded.key(self.text)]["answer"] for seeded in self._seeded(measure)]
@@ -99,7 +101,7 @@ class Reproduction:
 
     def commands(self, experiment: Experiment) -> list[str]:
         """What it trains, as commands."""
-        runs = [run for measure in self._measures(self.rows(experiment)) for run in measure.runs]
+        runs = [run for measure in self._every(experiment) for run in measure.runs]
         return [self.command(run) for run in dict.fromkeys(runs)]
 
     def command(self, run: Run) -> str:
@@ -117,6 +119,12 @@ class Reproduction:
 
     def _measures(self, rows: list[Row]) -> list[Measure]:
         return [seeded for row in rows for measure in row.measures for seeded in self._seeded(measure)]
+
+    def _repeats(self, experiment: Experiment) -> list[Measure]:
+        return [experiment.repeat(self.scale, seed) for seed in self.scale.repeats] if experiment.repeat else []
+
+    def _every(self, experiment: Experiment) -> list[Measure]:
+        return self._measures(self.rows(experiment)) + self._repeats(experiment)
 
     def _measure(self, measure: Measure) -> None:
         self._prepare()

@@ -28,7 +28,8 @@ class Scale:
     calms: dict[str, Run]  # by size; "base" is that of the ablations
     transformers: dict[str, Run]
     moments: tuple[float, ...]  # of training, as shares of its steps, where curves are measured
-    seeds: tuple[int, ...] = (0,)
+    seeds: tuple[int, ...] = (0,)  # of every run
+    repeats: tuple[int, ...] = ()  # seeds of the base run alone, which show how far trainings lie apart by chance
     chunk_size: int = USUAL_CHUNK_SIZE
     split: str = "test"
     samples: int = 16  # at each position
@@ -55,7 +56,9 @@ class Scale:
         shape = {f"autoencoder.{name}": getattr(below.plain.autoencoder, name) for name in SHAPE}
         run = Run(self.calms[size].recipe, self.calms[size].settings, below)
         length = run.plain.data.sequence_length * chunk_size // run.plain.data.chunk_size  # as many chunks
-        rows = run.plain.data.batch_size * run.plain.data.chunk_size // chunk_size  # and as many tokens
+        rows = (
+            run.plain.data.batch_size * self.chunk_size // chunk_size
+        )  # and as many tokens as the scale's own K reads
         kept = {"data.chunk_size": chunk_size, "data.sequence_length": length, "data.batch_size": max(1, rows)}
         return run.but(kept | shape | (changes or {}))
 
@@ -100,6 +103,7 @@ TOY = _embedded(
     most_tokens=3_000,
     positions=40,
     candidates=(1, 10, 20),
+    repeats=(0, 1, 2),
 )
 _MIDDLE = {"S": _backbone(2, 128), "M": _backbone(4, 192), "L": _backbone(4, 256), "XL": _backbone(6, 384, 6)}
 LAPTOP = _embedded(
@@ -109,6 +113,8 @@ LAPTOP = _embedded(
     {},
     moments=(0.05, 0.1, 0.25, 0.5, 0.75, 1.0),
     most_tokens=40_000,
+    positions=2_000,
+    repeats=(0, 1, 2, 3),
 )
 
 

@@ -6,7 +6,7 @@ from calm.paper.values import Table, Value
 
 LARGE = 1e7
 PAPER = "paper: "
-INTERVALS = "Scores in percent. 95% intervals are over documents; how much a training's seed matters is not in them."
+INTERVALS = "Scores in percent, with 95% intervals over documents."
 
 
 def cells(table: Table) -> tuple[list[str], list[list[str]]]:
@@ -28,6 +28,18 @@ def cells(table: Table) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
+def about_intervals(table: Table) -> str:
+    """What the intervals hold, and what chance in training adds to them."""
+    if len(table.repeats) < 2:
+        return f"{INTERVALS} How much a training's seed matters is not in them."
+    spread = {title: table.chance(name) for name, title in (("brier_lm", "BrierLM"), ("brier_1", "Brier-1"))}
+    known = " and ".join(f"{value:.2g} in {title}" for title, value in spread.items() if value is not None)
+    return (
+        f"{INTERVALS} The answers also allow for chance in training: by {len(table.repeats)} seeds of the base model, "
+        f"95 of 100 trainings differ from the mean by at most {known}."
+    )
+
+
 def markdown(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
@@ -44,7 +56,7 @@ def document(table: Table, verdicts: list[dict[str, Any]], command: str, about: 
 
 {markdown(*cells(table))}
 
-{INTERVALS}
+{about_intervals(table)}
 {note}
 {markdown(["does it hold here?", "answer", "numbers"], answers)}
 

@@ -1,10 +1,12 @@
 """From measures to numbers with intervals, and from numbers to answers: does the paper's ordering hold?
 
 Brier scores of several seeds are means over seeds: their sums are added. Intervals come from a bootstrap over
-documents, differences are paired. An ordering holds if the whole 95% interval of the difference says so, and each seed.
+documents, differences are paired. Two trainings also differ by chance: how much, several seeds of the base model tell,
+and the interval of a difference is made wider by it. An ordering holds if the whole interval says so, and each seed.
 """
 
 import math
+import statistics
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,8 +14,10 @@ import numpy as np
 
 from calm.evaluate.brier_lm import BrierLM, Score
 from calm.paper.experiment import Experiment, Row
+from calm.paper.runs import Run
 
 WIDE = 1.96  # standard errors of a 95% interval
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # the same where the error is that of 2, 3, … values
 YES, NO, OPEN = "yes", "no", "undecided"
 FAILED = "failed"  # in the answer of a measure whose training diverged
 
@@ -23,6 +27,18 @@ class Value(NamedTuple):
     low: float | None = None
     high: float | None = None
     by_seed: tuple[float | None, ...] = ()
+
+    @classmethod
+    def of(cls, score: Score, by_seed: tuple[float | None, ...] = ()) -> "Value":
+        return cls(score.value, score.low, score.high, by_seed)
+
+    def wider(self, chance: float) -> "Value":
+        """With an interval for another source of errors, too, which are within ± chance in 95 of 100 cases."""
+        low, value, high = self.ends
+        return self._replace(
+            low=None if self.low is None else value - math.hypot(value - low, chance),
+            high=None if self.high is None else value + math.hypot(high - value, chance),
+        )
 
     @property
     def ends(self) -> tuple[float, float, float]:
@@ -48,6 +64,11 @@ class Line:
     failed: str | None = None  # why there are no numbers
 
     @property
+    def trained(self) -> Run:
+        """What its score is of: rows of one training differ in how it is sampled."""
+        return next(measure.run for measure in self.row.measures if measure.kind == "scores")
+
+    @property
     def brier(self) -> BrierLM:
         return BrierLM().merge(self.briers)
 
@@ -56,6 +77,7 @@ class Line:
 class Table:
     experiment: Experiment
     lines: dict[str, Line]
+    repeats: list[BrierLM] = field(default_factory=list)  # the base model with one seed and another
 
     def series(self, name: str) -> list[Line]:
         return [line for line in self.lines.values() if line.row.series == name]
@@ -65,9 +87,10 @@ class Table:
         line = self.lines[label]
         if line.failed:
             return Verdict(claim, YES, f"the training of {label} diverged")
-        low, value, high = line.values["brier_1"].ends
+        found = line.values["brier_1"].wider(self.chance("brier_1") or 0.0)
+        low, _, high = found.ends
         answer = YES if high <= 0 else NO if low > 0 else OPEN
-        return Verdict(claim, answer, f"Brier-1 of {label}: {value:.3g} ({low:.3g} to {high:.3g})")
+        return Verdict(claim, answer, f"Brier-1 of {label}: {_shown(found)}")
 
     def better(self, claim: str, more: str, less: str) -> Verdict:
         """Whether one row has the higher BrierLM; where one has none, or perhaps none, the higher Brier-1."""
@@ -75,39 +98,53 @@ class Table:
         if failed := [line.row.label for line in (one, two) if line.failed]:
             answer = OPEN if len(failed) == 2 else NO if one.failed else YES
             return Verdict(claim, answer, f"the training of {' and '.join(failed)} diverged")
-        known = all(line.values["brier_lm"].low is not None for line in (one, two))
+        known = self.chance("brier_lm") is not None and all(
+            line.values["brier_lm"].low is not None for line in (one, two)
+        )
         column, title = ("brier_lm", "BrierLM") if known else ("brier_1", "no sure BrierLM; Brier-1")
-        difference = one.brier.compare(two.brier)[column]
+        difference = Value.of(one.brier.compare(two.brier)[column])
         pairs = zip(one.briers, two.briers, strict=True)
         seeds = [a.compare(b, redraws=2)[column].value for a, b in pairs]
-        return Verdict(
-            claim, _sign(difference, seeds), f"{title}: {one.row.label} - {two.row.label} = {_shown(difference)}"
-        )
+        chance = 0.0 if one.trained == two.trained else (self.chance(column) or 0.0) * math.sqrt(2 / len(seeds))
+        found = difference.wider(chance)
+        numbers = f"{title}: {one.row.label} - {two.row.label} = {_shown(found, '+')}"
+        return Verdict(claim, _sign(found, seeds), numbers)
+
+    def chance(self, column: str) -> float | None:
+        """How far a score may lie from another seed's, in 95 of 100 trainings; None if a seed has no such score."""
+        values = [brier.compute(redraws=2)[column].value for brier in self.repeats]
+        if None in values:
+            return None
+        return STUDENT[len(values) - 2] * statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def _sign(difference: Score, seeds: list[float | None]) -> str:
-    low, high = difference.low, difference.high
-    if low is None or high is None:
+def _sign(difference: Value, seeds: list[float | None]) -> str:
+    if difference.low is None or difference.high is None:
         return OPEN
-    if low > 0 and all((value or 0) > 0 for value in seeds):
+    if difference.low > 0 and all((value or 0) > 0 for value in seeds):
         return YES
-    return NO if high < 0 and all((value or 0) < 0 for value in seeds) else OPEN
+    return NO if difference.high < 0 and all((value or 0) < 0 for value in seeds) else OPEN
 
 
-def _shown(score: Score) -> str:
-    ends = [f"{end:+.3g}" if end is not None else "?" for end in (score.low, score.high)]
-    return f"{score.value:+.3g} ({ends[0]} to {ends[1]})"
+def _shown(value: Value, sign: str = "") -> str:
+    ends = ["?" if end is None else f"{end:{sign}.3g}" for end in (value.low, value.high)]
+    return f"{value.value:{sign}.3g} ({ends[0]} to {ends[1]})"
 
 
-def fill(experiment: Experiment, rows: list[Row], found: dict[str, list[list[dict[str, Any]]]]) -> Table:
-    """`found` has, for each label, what each measure gave, one answer a seed."""
+def fill(
+    experiment: Experiment,
+    rows: list[Row],
+    found: dict[str, list[list[dict[str, Any]]]],
+    repeats: list[dict[str, Any]] | None = None,
+) -> Table:
+    """`found` has, for each label, what each measure gave, one answer a seed; `repeats` the base model's scores."""
     lines = {row.label: _line(row, found[row.label], experiment) for row in rows}
     if experiment.reference in lines:
         one = lines[experiment.reference].values["step_seconds"].value
         for line in lines.values():
             mine = line.values["step_seconds"].value
             line.values["relative_cost"] = Value(mine / one if mine and one else None)
-    return Table(experiment, lines)
+    return Table(experiment, lines, [BrierLM.from_json(each["sums"]) for each in repeats or [] if FAILED not in each])
 
 
 def _line(row: Row, answers: list[list[dict[str, Any]]], experiment: Experiment) -> Line:
@@ -134,7 +171,7 @@ def _brier_values(line: Line) -> dict[str, Value]:
     scores = line.brier.compute()
     seeds = [brier.compute(redraws=2) for brier in line.briers]
     return {
-        name: Value(score.value, score.low, score.high, tuple(each[name].value for each in seeds))
+        name: Value.of(score, tuple(each[name].value for each in seeds))
         for name, score in scores.items()
         if isinstance(score, Score)
     }

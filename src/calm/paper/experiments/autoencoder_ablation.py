@@ -1,7 +1,7 @@
 """Table 2: what each regulariser of the autoencoder brings to the language model."""
 
 from calm.paper.experiment import BRIERS, RECONSTRUCTION, TWO_SCORES, Experiment, Figure, Known, Row
-from calm.paper.measures import on_autoencoder
+from calm.paper.measures import on_autoencoder, repeated_from_the_autoencoder_on
 from calm.paper.scales import Scale
 from calm.paper.values import Table, Verdict
 
@@ -44,4 +44,5 @@ EXPERIMENT = Experiment(
     BRIERS | RECONSTRUCTION | {"collapsed_dimensions": "collapsed dimensions"},
     Figure(panels=TWO_SCORES),
     claims,
+    repeat=repeated_from_the_autoencoder_on,
 )

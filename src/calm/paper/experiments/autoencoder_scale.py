@@ -1,7 +1,7 @@
 """Larger autoencoders, and more text for them."""
 
 from calm.paper.experiment import BRIERS, RECONSTRUCTION, Experiment, Figure, Known, Row
-from calm.paper.measures import on_autoencoder
+from calm.paper.measures import on_autoencoder, repeated_from_the_autoencoder_on
 from calm.paper.runs import STEPS
 from calm.paper.scales import Scale
 from calm.paper.values import Table, Verdict
@@ -40,4 +40,5 @@ EXPERIMENT = Experiment(
     BRIERS | RECONSTRUCTION,
     Figure(),
     claims,
+    repeat=repeated_from_the_autoencoder_on,
 )

@@ -1,7 +1,7 @@
 """The weight of the KL divergence."""
 
 from calm.paper.experiment import BRIERS, RECONSTRUCTION, TWO_SCORES, Experiment, Figure, Known, Row
-from calm.paper.measures import on_autoencoder
+from calm.paper.measures import on_autoencoder, repeated_from_the_autoencoder_on
 from calm.paper.scales import Scale
 from calm.paper.values import Table, Verdict
 
@@ -38,4 +38,5 @@ EXPERIMENT = Experiment(
         log_x=True,
     ),
     claims,
+    repeat=repeated_from_the_autoencoder_on,
 )

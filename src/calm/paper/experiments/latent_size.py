@@ -1,7 +1,7 @@
 """The size of the latent."""
 
 from calm.paper.experiment import BRIERS, RECONSTRUCTION, SCORES, Experiment, Figure, Known, Row
-from calm.paper.measures import on_autoencoder
+from calm.paper.measures import on_autoencoder, repeated_from_the_autoencoder_on
 from calm.paper.scales import Scale
 from calm.paper.values import Table, Verdict
 
@@ -44,4 +44,5 @@ EXPERIMENT = Experiment(
         log_x=True,
     ),
     claims,
+    repeat=repeated_from_the_autoencoder_on,
 )

@@ -64,6 +64,7 @@ EXPERIMENT = Experiment(
     PLANE | FIRST,
     Figure("collision (percent): less is more diverse", {"accuracy": "accuracy (percent)"}, over="collision"),
     claims,
+    repeat=None,
     chunk_sizes=(4,),
     note="Geometric means over 1- to 4-grams, as in the paper; Algorithm 2 over whole chunks.",
 )

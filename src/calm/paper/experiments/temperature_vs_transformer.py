@@ -72,5 +72,6 @@ EXPERIMENT = Experiment(
     {"brier_lm": "BrierLM"} | PLANE | FIRST,
     Figure("collision (percent): less is more diverse", {"accuracy": "accuracy (percent)"}, over="collision"),
     claims,
+    repeat=None,
     chunk_sizes=(4,),
 )
