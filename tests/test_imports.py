@@ -11,7 +11,7 @@ PACKAGE = Path(calm.__file__).parent
 
 # Each part may import those before it. `errors`, `files`, `noise` and `processes` belong to everybody.
 ORDER = [
-    {"allocator", "errors", "noise", "screen", "pages", "_auto"},
+    {"allocator", "errors", "noise", "products", "screen", "pages", "_auto"},
     {"files", "processes"},
     {"data", "scores"},
     {"models", "heads"},

@@ -75,15 +75,23 @@ def test_training_is_measured(monkeypatch):
     assert "energy: tokens/s, times LlamaForCausalLM's" in rows
 
 
-def test_bytes_of_a_step_are_those_of_the_weights_it_reads():
-    model = model_of(config_of("laptop-calm", "laptop", *TINY), 64)
-    parts = (model.backbone, model.head, model.autoencoder.decoder, model.chunk_embedding.compress)
-    numbers = sum(p.numel() for part in parts for p in part.parameters()) + 64 * 16
-    assert generation.bytes_of_step(model) == 4 * numbers
-    chain = model_of(config_of("quickstart-calm", "laptop", *TINY), 64)
-    parts = (chain.backbone, chain.head, chain.chunk_embedding.compress)
-    numbers = sum(p.numel() for part in parts for p in part.parameters()) + 4 * 64 * 16  # the words once a token
-    assert generation.bytes_of_step(chain) == 4 * numbers
+def test_the_weights_of_a_step_are_all_that_it_reads():
+    """The words of a vocabulary once for all tokens of a latent, by a chain for each."""
+    for recipe, times in (("laptop-calm", 1), ("quickstart-calm", 4)):
+        model = model_of(config_of(recipe, "laptop", *TINY), 64)
+        parts = [model.backbone, model.head, model.chunk_embedding.compress]
+        parts += [model.autoencoder.decoder] if times == 1 else []
+        numbers = sum(p.numel() for part in parts for p in part.parameters() if p.ndim > 1) + times * 64 * 16
+        assert sum(weight.numel() for weight in generation.weights_of_step(model)) == numbers
+
+
+def test_generation_is_measured(monkeypatch):
+    monkeypatch.setattr(generation, "config_of", lambda recipe, size: config_of(recipe, size, *TINY))
+    rows = {found.name: found for found in generation.measure("laptop", 1, Machine(1e12, 1e10))}
+    assert rows["energy, int8, T = 1: times LlamaForCausalLM.generate"].median > 0
+    for kind in ("energy", "chain"):
+        assert rows[f"{kind}, T = 1: a step"].median > rows[f"{kind}, T = 1: reading its weights once"].median > 0
+        assert rows[f"{kind}, T = 1: share of that bound"].median < 1
 
 
 def test_estimates_fall_with_gpus_and_never_below_what_is_moved():

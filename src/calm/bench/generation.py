@@ -1,9 +1,11 @@
 """Generation: tokens a second against a Transformer's, and against the time that reading the weights takes.
 
 A step of a single text computes little and reads every weight once, so that the bytes of the weights over the memory's
-bandwidth bound it.
+bandwidth bound it. The bandwidth of a shared machine changes from minute to minute: the weights are read, to be summed,
+beside every measured step.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,8 +16,12 @@ from calm.bench.machine import Machine
 from calm.bench.models import RECIPES, VOCABULARIES, config_of, model_of
 from calm.heads import ChainHead
 from calm.models.calm import CalmForCausalLM
+from calm.models.int8 import to_int8
+from calm.sampling.batch import Batch, Text
+from calm.sampling.predictor import CalmPredictor
 
 PROMPT, NEW = 64, 64  # tokens
+STEPS = 8  # of a text that goes on, at once
 WORDS_OF_PROMPTS = 4096
 
 
@@ -28,19 +34,24 @@ def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
         if isinstance(model, CalmForCausalLM):
             ways[f"{kind}, T = 1"] = calm(model, ids, 1.0)
             ways[f"{kind}, T = 0.5"] = calm(model, ids, 0.5)
+            ways[f"{kind}: steps"] = steps(model, ids, rounds)
+            ways[f"{kind}: reading"] = reading(model)
+    small = copy.deepcopy(models["energy"])
+    to_int8(small)
+    ways["energy, int8, T = 1"] = calm(small, ids, 1.0)
     times = take_turns(ways, rounds)
     for name, seconds in times.items():
+        if ":" in name:  # single steps
+            continue
         yield row(f"{name}: generation", [NEW / spent for spent in seconds], "tokens/s")
         if name != "Transformer":
             yield row(f"{name}: times LlamaForCausalLM.generate", ratios(times["Transformer"], seconds), "")
     for kind, model in models.items():
         if isinstance(model, CalmForCausalLM):
-            seconds = times[f"{kind}, T = 1"]
-            steps = NEW // model.config.chunk_size
-            least = bytes_of_step(model) / machine.bandwidth
-            yield row(f"{kind}, T = 1: a step", [1e3 * spent / steps for spent in seconds], "ms")
-            yield row(f"{kind}, T = 1: reading its weights once", [1e3 * least], "ms")
-            yield row(f"{kind}, T = 1: share of that bound", [least * steps / spent for spent in seconds], "")
+            spent, least = times[f"{kind}: steps"], times[f"{kind}: reading"]
+            yield row(f"{kind}, T = 1: a step", [1e3 * seconds / STEPS for seconds in spent], "ms")
+            yield row(f"{kind}, T = 1: reading its weights once", [1e3 * seconds / STEPS for seconds in least], "ms")
+            yield row(f"{kind}, T = 1: share of that bound", ratios(least, spent), "")
 
 
 def transformer(model: Any, ids: torch.Tensor) -> Callable[[], object]:
@@ -57,17 +68,39 @@ def calm(model: CalmForCausalLM, ids: torch.Tensor, temperature: float) -> Calla
     return run
 
 
-def bytes_of_step(model: CalmForCausalLM) -> float:
-    """Of the weights that a step of one text at temperature 1 reads: all but the encoder and the embedding's words.
+def steps(model: CalmForCausalLM, ids: torch.Tensor, rounds: int) -> Callable[[], object]:
+    """Some steps of texts (B, T) that are longer with every call, the prompts read before the first."""
+    batch = Batch(CalmPredictor(model), end_id=-1, fill_id=0)
+    most = (2 + STEPS * (rounds + 1)) * model.config.chunk_size
+    batch.join([Text(prompt, seed, most) for seed, prompt in enumerate(ids.tolist())])
+    batch.step()
+    return lambda: [batch.step() for _ in range(STEPS)]
+
+
+def reading(model: CalmForCausalLM) -> Callable[[], object]:
+    """As often as they take steps: all numbers summed, which nothing does faster than memory gives them."""
+    weights = weights_of_step(model)
+
+    @torch.no_grad()
+    def run() -> None:
+        for _ in range(STEPS):
+            for weight in weights:
+                weight.sum()
+
+    return run
+
+
+def weights_of_step(model: CalmForCausalLM) -> list[torch.Tensor]:
+    """The matrices that a step of one text at temperature 1 reads: all but the encoder and the embedding's words.
 
     A chain reads the words of the vocabulary for each of its tokens, other heads once for all.
     """
-    head, words = model.head, model.words.numel()
+    head = model.head
     parts = [model.backbone, model.chunk_embedding.compress, model.chunk_embedding.latent, head]
     times = 1
     if isinstance(head, ChainHead):
         times = model.config.chunk_size - (head.own_words is not None)  # own words are weights of the head already
     else:
         parts.append(model.autoencoder.decoder)
-    numbers = sum(p.numel() for part in parts if part is not None for p in part.parameters())
-    return float(numbers + times * words) * model.words.element_size()
+    weights = [p for part in parts if part is not None for p in part.parameters() if p.ndim > 1]
+    return [*weights, *[model.words] * times]

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from calm.errors import UserError
 from calm.heads import ChainHead
 from calm.models.calm import CalmForCausalLM
+from calm.products import prepare_for_few_rows
 
 
 def to_int8(model: PreTrainedModel) -> None:
@@ -23,6 +24,7 @@ def to_int8(model: PreTrainedModel) -> None:
     if model.device.type != "cpu":
         raise UserError(f"int8 is for CPUs, and the model is on {model.device.type}; leave it out")
     model.requires_grad_(False)
+    prepare_for_few_rows(model, nn.Linear)  # of plain layers it knows how
     parts: list[nn.Module] = [model]
     if isinstance(model, CalmForCausalLM):
         head = model.head.layers if isinstance(model.head, ChainHead) else model.head  # the rest of it is taken apart

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
 from calm.noise import RowNoise
+from calm.sampling.cache import roomy_cache
 from calm.sampling.next_chunk import Chosen, Sampling
 from calm.sampling.predictor import Predictor, check_room, readable
 
@@ -87,7 +88,7 @@ class Batch:
     def _clear(self) -> None:
         size, device = self.predictor.chunk_size, self.predictor.model.device
         self.noise = RowNoise([])
-        self.cache = DynamicCache()
+        self.cache = roomy_cache()
         self.there = torch.zeros(0, 0, dtype=torch.bool, device=device)  # (B, L): which places can be attended to
         self.unread = torch.zeros(0, size, dtype=torch.long, device=device)  # (B, K): what the last step chose
 
@@ -144,7 +145,7 @@ class Batch:
         texts, self.joining = self.joining, []
         chunks, there = laid_out(self.predictor, [text.prompt for text in texts], self.end_id, self.fill_id)
         chunks, there = chunks.to(self.unread.device), there.to(self.unread.device)
-        cache = DynamicCache()
+        cache = roomy_cache()
         hidden = self.predictor.read(chunks, there, (there.long().cumsum(1) - 1).clamp(min=0), cache)
         if self.texts:
             length = max(there.shape[1], self.there.shape[1])
@@ -176,11 +177,11 @@ class Batch:
         return shares
 
 
-def _layers(cache: DynamicCache) -> list[Any]:
+def _layers(cache: Cache) -> list[Any]:
     return cache.layers
 
 
-def _each(cache: DynamicCache, change: Callable[[Tensor], Tensor]) -> None:
+def _each(cache: Cache, change: Callable[[Tensor], Tensor]) -> None:
     """Change all keys and values (B, heads, L, d), layer by layer."""
     for layer in _layers(cache):
         layer.keys, layer.values = change(layer.keys), change(layer.values)

@@ -14,6 +14,7 @@ from calm.errors import ConfigError
 from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import check_positions
 from calm.noise import RowNoise, draw_uniform
+from calm.products import prepare_for_few_rows
 from calm.sampling.mixture import sample_mixture
 from calm.sampling.next_chunk import Chosen, Sampling, next_chunks, sure
 from calm.sampling.vocabulary import search_of
@@ -43,6 +44,7 @@ class CalmPredictor:
 
     def __init__(self, model: CalmForCausalLM):
         self.model = model
+        prepare_for_few_rows(model)
         self.chunk_size, self.knows_fill = model.config.chunk_size, model.config.knows_fill
 
     def resolve(self, sampling: Sampling) -> Sampling:
@@ -63,6 +65,7 @@ class SoftmaxPredictor:
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
+        prepare_for_few_rows(model)
         self.embed: Any = model.get_input_embeddings()
         self.project: Any = model.get_output_embeddings()
 

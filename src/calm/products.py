@@ -1,0 +1,50 @@
+"""Matrix products with few rows on CPUs: what a step of generation spends its time on.
+
+A text that grows has one row, a small batch a few. For these the libraries' product reads the matrix on one core, at
+less than half of what memory gives, and two rows take twice the time of one. Cut into slices it is a batch of products,
+which are shared among the cores, and with the matrix as the first factor up to three rows cost hardly more than reading
+it. docs/performance.md has the numbers.
+"""
+
+from math import gcd
+
+import torch
+from torch import Tensor, nn
+
+SLICES = 16
+SMALL = 2**20  # numbers of a matrix that lies in a core's cache: slices cost more than they bring
+FEW, MANY = 3, 64  # rows: up to which the matrix of a layer stands first, and beyond which nothing is gained
+
+
+def few_rows_product(rows: Tensor, matrix: Tensor, few: int = FEW) -> Tensor:
+    """rows @ matrix.T: (n, d), (m, d) → (n, m)."""
+    count, size = rows.shape
+    if count > MANY or (count > few and matrix.numel() < SMALL) or rows.device.type != "cpu":
+        return rows @ matrix.T
+    slices = gcd(len(matrix), SLICES)
+    if count == 1 and slices == 1:  # twice the same row is faster than a matrix times a vector
+        return (matrix @ rows.expand(2, size).contiguous().T).T[:1]
+    parts = matrix.view(slices, -1, size)
+    if count <= few or slices == 1:
+        return torch.bmm(parts, rows.T.expand(slices, size, count)).flatten(0, 1).T
+    found = torch.bmm(rows.expand(slices, count, size), parts.transpose(1, 2))  # (slices, n, m / slices)
+    return found.transpose(0, 1).flatten(1)
+
+
+class FewRowsLinear(nn.Linear):
+    """A linear layer that is not slow for few rows."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        few = 0 < input.numel() <= MANY * self.in_features
+        if not few or torch.is_grad_enabled() or input.device.type != "cpu" or input.dtype != torch.float32:
+            return super().forward(input)
+        found = few_rows_product(input.reshape(-1, self.in_features), self.weight).contiguous()
+        found = found if self.bias is None else found.add_(self.bias)
+        return found.view(*input.shape[:-1], self.out_features)
+
+
+def prepare_for_few_rows(model: nn.Module, kind: type[nn.Linear] = FewRowsLinear) -> None:
+    """Let the linear layers of a model be of this kind; their weights stay, and so does what training computes."""
+    for module in model.modules():
+        if type(module) in (nn.Linear, FewRowsLinear):
+            module.__class__ = kind

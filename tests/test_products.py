@@ -1,0 +1,75 @@
+"""Products with few rows are products: the same numbers as the libraries', and layers that nobody notices."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from calm.products import MANY, FewRowsLinear, few_rows_product, prepare_for_few_rows
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 9, MANY, MANY + 1])
+@pytest.mark.parametrize("words", [48, 50, 17])  # cut into 16, 2 and 1 slices
+@pytest.mark.parametrize("few", [3, MANY])
+def test_the_product(count, words, few):
+    generator = torch.Generator().manual_seed(count)
+    rows = torch.randn(count, 24, generator=generator, dtype=torch.float64)
+    matrix = torch.randn(words, 24, generator=generator, dtype=torch.float64)
+    found = few_rows_product(rows, matrix, few)
+    assert found.shape == (count, words)
+    torch.testing.assert_close(found, rows @ matrix.T, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(24,), (1, 24), (2, 1, 24), (1, 5, 24), (70, 24), (0, 24), (2, 0, 24)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_computes_what_it_did(shape, bias):
+    torch.manual_seed(0)
+    layer = nn.Linear(24, 32, bias=bias)
+    swift = copy.deepcopy(layer)
+    prepare_for_few_rows(swift)
+    assert type(swift) is FewRowsLinear
+    given = torch.randn(shape)
+    with torch.no_grad():
+        found, expected = swift(given), layer(given)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected)
+    strided = torch.randn(24, 2).T  # rows that do not lie one behind the other
+    with torch.no_grad():
+        torch.testing.assert_close(swift(strided), layer(strided))
+
+
+def test_training_is_left_alone():
+    layer = nn.Linear(24, 32)
+    swift = copy.deepcopy(layer)
+    prepare_for_few_rows(swift)
+    given = torch.randn(2, 24)
+    losses = []
+    for each in (layer, swift):
+        loss = each(given).square().sum()
+        loss.backward()
+        losses.append(loss)
+    assert torch.equal(*losses)
+    assert torch.equal(layer.weight.grad, swift.weight.grad)
+
+
+def test_the_bias_is_not_changed_and_neither_is_what_was_given():
+    layer = FewRowsLinear(8, 16)
+    given = torch.randn(1, 8)
+    before = [t.clone() for t in (given, layer.weight, layer.bias)]
+    with torch.no_grad():
+        layer(given)
+    for now, then in zip((given, layer.weight, layer.bias), before, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_layers_of_other_kinds_stay():
+    class Other(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(4, 4), Other(4, 4), nn.LayerNorm(4))
+    prepare_for_few_rows(model)
+    assert [type(part) for part in model] == [FewRowsLinear, Other, nn.LayerNorm]
+    assert list(model.state_dict()) == list(nn.Sequential(nn.Linear(4, 4), Other(4, 4), nn.LayerNorm(4)).state_dict())
+    prepare_for_few_rows(model, nn.Linear)
+    assert type(model[0]) is nn.Linear
