@@ -191,6 +191,26 @@ def test_scores_that_rise_contradict_what_the_paper_says_of_the_exponent_and_tho
     assert answers == [[NO] * 5, [YES] * 5]
 
 
+@pytest.mark.parametrize(
+    ("levels", "answer", "part"),
+    [
+        ((0.2, 0.1, 0.05, 0.02), NO, "Brier-1"),
+        ((0.0, 0.0, 0.0, 0.0), YES, "Brier-1"),
+        ((0.2, -0.1, 0.05, 0.02), YES, "Brier-2"),  # it knows single tokens, and BrierLM is none all the same
+        ((0.001, 0.1, 0.1, 0.1), OPEN, "Brier-1"),
+    ],
+)
+def test_what_learns_nothing(levels, answer, part):
+    generator = np.random.default_rng(0)
+    found = {}
+    for number in range(DOCUMENTS):
+        share = np.array(levels) + 0.01 * generator.standard_normal() * (np.array(levels) != 0)
+        found[str(number)] = [100.0, *(100 * share), *(100 * share)]
+    verdict = table({"a": [{"sums": found}]}).learns_nothing("fails", "a")
+    assert verdict.answer == answer
+    assert part in verdict.numbers
+
+
 def test_only_rows_of_a_series_are_drawn_as_curves():
     from matplotlib.figure import Figure as Page
 

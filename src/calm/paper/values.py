@@ -15,6 +15,7 @@ import numpy as np
 from calm.evaluate.brier_lm import BrierLM, Score
 from calm.paper.experiment import Experiment, Row
 from calm.paper.runs import Run
+from calm.scores.brier import LONGEST
 
 WIDE = 1.96  # standard errors of a 95% interval
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # the same where the error is that of 2, 3, … values
@@ -83,14 +84,18 @@ class Table:
         return [line for line in self.lines.values() if line.row.series == name]
 
     def learns_nothing(self, claim: str, label: str) -> Verdict:
-        """Whether training failed, or its model is not better than one that gives every text the probability 0."""
+        """Whether training failed, or a Brier-n is surely not above 0, so that BrierLM, which multiplies them, is none.
+
+        A Brier-1 that is surely above 0, with no such other, says that something was learnt.
+        """
         line = self.lines[label]
         if line.failed:
             return Verdict(claim, YES, f"the training of {label} diverged")
-        found = line.values["brier_1"].wider(self.chance("brier_1") or 0.0)
-        low, _, high = found.ends
-        answer = YES if high <= 0 else NO if low > 0 else OPEN
-        return Verdict(claim, answer, f"Brier-1 of {label}: {_shown(found)}")
+        parts = {n: line.values[f"brier_{n}"].wider(self.chance(f"brier_{n}") or 0.0) for n in range(1, LONGEST + 1)}
+        lowest = min(parts, key=lambda n: parts[n].ends[2])
+        if parts[lowest].ends[2] <= 0:
+            return Verdict(claim, YES, f"Brier-{lowest} of {label}: {_shown(parts[lowest])}")
+        return Verdict(claim, NO if parts[1].ends[0] > 0 else OPEN, f"Brier-1 of {label}: {_shown(parts[1])}")
 
     def better(self, claim: str, more: str, less: str) -> Verdict:
         """Whether one row has the higher BrierLM; where one has none, or perhaps none, the higher Brier-1."""
