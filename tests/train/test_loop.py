@@ -157,6 +157,26 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(recipe, tmp_pa
     assert_same_weights(tmp_path / "before", output)
 
 
+def test_a_large_checkpoint_is_cut_into_files(recipe, tmp_path, monkeypatch):
+    """Which are held in memory one after the other, and continued from like a single one."""
+    train(settings(recipe), tmp_path / "one")
+    limit = 10_000
+    monkeypatch.setattr(checkpoint_module, "LARGEST_FILE", limit)
+    output = tmp_path / "many"
+    train(settings(recipe), output)
+    files = sorted((output / "checkpoints" / "step-00000020").glob("*.safetensors"))
+    assert len(files) > 3
+    contents = [load_file(path) for path in files]
+    for content in contents:
+        assert len(content) == 1 or sum(4 * value.numel() for value in content.values()) <= limit
+    (single,) = (tmp_path / "one" / "checkpoints" / "step-00000020").glob("*.safetensors")
+    assert sum(len(content) for content in contents) == len(load_file(single))
+    shutil.rmtree(output / "checkpoints" / "step-00000030")
+    shutil.rmtree(output / "model")
+    assert continued(recipe, output)[0] == 21
+    assert_same_weights(tmp_path / "one", output)
+
+
 def test_continuing_a_finished_run_does_no_step(recipe, tmp_path):
     train(settings(recipe), tmp_path / "run")
     before = sha256_of(tmp_path / "run" / "model" / "model.safetensors")

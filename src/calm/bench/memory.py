@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from calm.bench.clock import Row, row
 from calm.bench.machine import Machine
+from calm.bench.models import SETTINGS, SHORT
 from calm.config import load_config
 from calm.data.prepare import prepare
 from calm.data.workers import PrepareOptions
@@ -17,8 +18,15 @@ from calm.errors import UserError
 from calm.paper.cost import cost_of
 from calm.train.loop import train
 
-RECIPES = ("laptop-autoencoder", "laptop-calm", "quickstart-calm", "laptop-transformer")
-STEPS, WARM_UP = 12, "toy-autoencoder"
+RECIPES = {  # the first of each is the autoencoder of the others
+    "laptop": ("laptop-autoencoder", "laptop-calm", "quickstart-calm", "laptop-transformer"),
+    "paper": ("paper-autoencoder-k4", "paper-calm-m", "paper-transformer-s"),
+}
+FITTING = {  # what these cores can train, on a text that lies there
+    "laptop": ("train.steps=12", "train.checkpoint_every=6"),
+    "paper": (*SETTINGS, *SHORT["paper"], "train.steps=3", "train.checkpoint_every=1"),
+}
+WARM_UP = "toy-autoencoder"
 STATUS = Path("/proc/self/status")
 
 
@@ -26,15 +34,13 @@ def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
     """Each recipe is trained for some steps on the embedded text, checkpoint included, in a process of its own."""
     if not STATUS.exists():
         raise UserError("memory is read from /proc, which this system does not have")
-    if size != "laptop":
-        raise UserError("memory is measured with real trainings, which this machine makes at --size laptop only")
     with tempfile.TemporaryDirectory() as folder:
         data, runs = Path(folder) / "data", Path(folder) / "runs"
         prepare(["embedded"], data, PrepareOptions("bpe:4096", validation_share=0.05), workers=1)
-        for recipe in RECIPES:
-            settings = [f"data.sets.0.path={data}", f"train.steps={STEPS}", "train.evaluation_batches=1"]
+        for recipe in RECIPES[size]:
+            settings = [f"data.sets.0.path={data}", "train.evaluation_batches=1", *FITTING[size]]
             if load_config(recipe).stage == "language-model":
-                settings.append(f"language_model.autoencoder={runs / RECIPES[0] / 'model'}")
+                settings.append(f"language_model.autoencoder={runs / RECIPES[size][0] / 'model'}")
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
                 held = apart.submit(most_held, recipe, settings, str(runs / recipe)).result()
             predicted = cost_of(recipe, load_config(recipe, settings)).peak_memory

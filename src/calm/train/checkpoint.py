@@ -32,6 +32,7 @@ from calm.processes import Processes
 
 RECORD = "checkpoint.json"
 UNFINISHED, DAMAGED = ".writing", ".damaged"
+LARGEST_FILE = 2**28  # bytes, unless a single tensor is larger
 
 # One process is one process: torch need not tell us so at every checkpoint.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -161,6 +162,17 @@ class Checkpoints:
         self._thread.shutdown()
 
 
+def _files(state: dict[str, Tensor]) -> dict[str, int]:
+    """The number of the file that each tensor goes into, from 1: the writer holds a file twice while it makes it."""
+    numbers, number, held = {}, 1, 0
+    for name, value in state.items():
+        size = value.numel() * value.element_size()
+        if held and held + size > LARGEST_FILE:
+            number, held = number + 1, 0
+        numbers[name], held = number, held + size
+    return numbers
+
+
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
@@ -182,7 +194,7 @@ def load(path: Path, state: dict[str, Tensor], among: Processes) -> None:
 
 
 def _save(state: dict[str, Tensor], path: Path, among: Processes) -> None:
-    writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=_files(state), save_distributed=True)
     save_state(cast(Any, state), storage_writer=writer, process_group=among.saving, no_dist=among.size == 1)
     if among.size > 1:
         dist.barrier(group=among.saving)

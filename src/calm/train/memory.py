@@ -1,9 +1,11 @@
 """How many bytes a step of training needs, by formula: fp32 weights and states, and what the backward pass keeps.
 
-trained weights   7 copies: weight, gradient, two moments, and a checkpoint's copy of weight and moments
+trained weights   6 copies: weight, two moments, and a checkpoint's copy of all three
 frozen weights    2 copies: weight, and the checkpoint's
+a checkpoint      goes into files one after the other, each of which is in memory while it is made
 activations       a few vectors a position and layer, as counted below; what is computed with them, and the pieces in
-                  which memory lies, take a third as much again (measured: docs/performance.md)
+                  which memory lies, take a fifth as much again (measured: docs/performance.md)
+gradients         come while activations go: the larger of both counts
 """
 
 from typing import Any
@@ -14,9 +16,10 @@ from calm.config import RunConfig
 from calm.models.autoencoder import ChunkAutoencoder
 from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import ChunkAutoencoderConfig
+from calm.train.checkpoint import LARGEST_FILE
 
 NUMBER = 4  # bytes
-AROUND = 1.3
+AROUND = 1.2
 LIBRARIES = 32e6  # bytes that they take for themselves at the first step
 
 
@@ -24,7 +27,8 @@ def training_memory(model: nn.Module, config: RunConfig, rows: float, processes:
     """Bytes of one of so many processes, when it computes `rows` rows at once."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    states = (7 * trained + 2 * frozen) / processes
+    states = NUMBER * (6 * trained + 2 * frozen) / processes
+    file = min(LARGEST_FILE, NUMBER * (3 * trained + frozen) / processes)
     length, size = config.data.sequence_length, config.data.chunk_size
     if isinstance(model, ChunkAutoencoder):
         kept = (length + size) * _autoencoder_token(model.config)
@@ -34,7 +38,7 @@ def training_memory(model: nn.Module, config: RunConfig, rows: float, processes:
         backbone: Any = model.config
         kept = (length + size) * (_backbone(backbone, config.train.gradient_checkpointing) + 3 * backbone.vocab_size)
     number = NUMBER if config.train.precision == "fp32" else 2
-    return NUMBER * states + AROUND * number * rows * kept + LIBRARIES
+    return states + file + max(AROUND * number * rows * kept, NUMBER * trained / processes) + LIBRARIES
 
 
 def _autoencoder_token(config: ChunkAutoencoderConfig) -> float:
