@@ -55,6 +55,7 @@ def test_what_it_leaves(made):
     assert "by 3 seeds of the base model" in table
     seeds = [kept["settings"].get("seed", 0) for kept in kept["measures"].values()]
     assert sorted(seeds) == [0, 0, 0, 1, 2]
+    assert [len(row["values"]["brier_1"]["by_seed"]) for row in rows] == [3, 1, 1]  # the base model's are all used
     report = (made / "report.html").read_text()
     for part in ("calm train characters-calm", "model_input", "data:image/png", __version__):
         assert part in report, part

@@ -78,6 +78,23 @@ def test_what_two_seeds_differ_by_decides_nothing(spread, answer):
     assert found.better("", *found.lines).answer == answer
 
 
+def test_a_mean_over_seeds_is_surer():
+    """Four seeds against one: an error of √(1/4 + 1) standard deviations instead of √2."""
+    rows = EXPERIMENTS["alpha"].rows(TOY, lambda measure: None)[:2]
+    seeds = [sums(0.3 + shift) for shift in (-0.03, -0.01, 0.01, 0.03)]
+    ends = []
+    for base in (seeds, [sums(0.3)]):
+        answers = {rows[0].label: [base], rows[1].label: [[sums(0.2)]]}
+        found = fill(EXPERIMENTS["alpha"], rows, answers, seeds)
+        verdict = found.better("", rows[0].label, rows[1].label)
+        chance, low = found.chance("brier_lm"), float(verdict.numbers.split("(")[1].split()[0])
+        assert chance is not None
+        middle = float(verdict.numbers.split("= ")[-1].split()[0])
+        ends.append((middle - low) / chance)
+    assert ends == pytest.approx([(1 / 4 + 1) ** 0.5, 2**0.5], rel=0.01)  # the numbers have three digits
+    assert "(4 seeds)" in cells(fill(EXPERIMENTS["alpha"], rows, answers | {rows[0].label: [seeds]}))[1][0][0]
+
+
 def test_the_seeds_of_one_training_do_not_matter_where_it_is_sampled_in_two_ways():
     experiment = EXPERIMENTS["sampling-steps"]
     euler, midpoint = (

@@ -72,6 +72,13 @@ class BrierLM:
                 self.sums[name] = self.sums.get(name, 0.0) + total
         return self
 
+    @classmethod
+    def mean(cls, measured: list["BrierLM"]) -> "BrierLM":
+        """Of several models on the same positions."""
+        found = cls().merge(measured)
+        found.sums = {name: total / len(measured) for name, total in found.sums.items()}
+        return found
+
     def as_json(self) -> dict[str, list[float]]:
         """The sums, for a file."""
         return {str(name): [round(float(part), 6) for part in total] for name, total in sorted(self.sums.items())}

@@ -35,6 +35,7 @@ from calm.train.loop import Diverged, TrainingStopped, train
 from calm.train.tracking import METRICS
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
+DRAWN = 2  # to be raised when tables, figures or answers are made in another way
 
 
 class Reproduction:
@@ -84,17 +85,22 @@ class Reproduction:
 
     def digest(self, experiment: Experiment) -> str:
         """Of everything that its numbers follow from."""
-        return digest([__version__, [measure.key(self.text) for measure in self._every(experiment)]])
+        return digest([__version__, DRAWN, [measure.key(self.text) for measure in self._every(experiment)]])
 
     def table(self, experiment: Experiment) -> Table:
         """Of an experiment that was measured."""
         rows = self.rows(experiment)
-        found = {row.label: [self._answers(measure) for measure in row.measures] for row in rows}
-        repeats = [self.results.measures[measure.key(self.text)]["answer"] for measure in self._repeats(experiment)]
-        return fill(experiment, rows, found, repeats)
+        repeats = self._repeats(experiment)
+        found = {row.label: [self._answers(self._known_seeds(each, repeats)) for each in row.measures] for row in rows}
+        return fill(experiment, rows, found, self._answers(repeats))
 
-    def _answers(self, measure: Measure) -> list[dict[str, Any]]:
-        return [self.results.measures[seeded.key(self.text)]["answer"] for seeded in self._seeded(measure)]
+    def _known_seeds(self, measure: Measure, repeats: list[Measure]) -> list[Measure]:
+        """Those of the scale; of the base model, which has more, all."""
+        keys = [each.key(self.text) for each in repeats]
+        return repeats if measure.key(self.text) in keys else self._seeded(measure)
+
+    def _answers(self, measures: list[Measure]) -> list[dict[str, Any]]:
+        return [self.results.measures[measure.key(self.text)]["answer"] for measure in measures]
 
     def rows(self, experiment: Experiment) -> list[Row]:
         return experiment.rows(self.scale, self.results.find)

@@ -19,7 +19,7 @@ def cells(table: Table) -> tuple[list[str], list[list[str]]]:
         head += [title, PAPER + title] if name in printed else [title]
     rows = []
     for label, line in table.lines.items():
-        row = [label]
+        row = [label + (f" ({len(line.briers)} seeds)" if len(line.briers) > 1 else "")]
         for name in shown:
             row.append("fails" if line.failed else _shown(line.values.get(name)))
             if name in printed:

@@ -1,6 +1,6 @@
 """From measures to numbers with intervals, and from numbers to answers: does the paper's ordering hold?
 
-Brier scores of several seeds are means over seeds: their sums are added. Intervals come from a bootstrap over
+Brier scores of several seeds are means over seeds. Intervals come from a bootstrap over
 documents, differences are paired. Two trainings also differ by chance: how much, several seeds of the base model tell,
 and the interval of a difference is made wider by it. An ordering holds if the whole interval says so, and each seed.
 """
@@ -71,7 +71,7 @@ class Line:
 
     @property
     def brier(self) -> BrierLM:
-        return BrierLM().merge(self.briers)
+        return BrierLM.mean(self.briers)
 
 
 @dataclass
@@ -108,10 +108,11 @@ class Table:
         )
         column, title = ("brier_lm", "BrierLM") if known else ("brier_1", "no sure BrierLM; Brier-1")
         difference = Value.of(one.brier.compare(two.brier)[column])
-        pairs = zip(one.briers, two.briers, strict=True)
+        counts = len(one.briers), len(two.briers)
+        pairs = zip(one.briers, two.briers, strict=True) if counts[0] == counts[1] else ()
         seeds = [a.compare(b, redraws=2)[column].value for a, b in pairs]
-        chance = 0.0 if one.trained == two.trained else (self.chance(column) or 0.0) * math.sqrt(2 / len(seeds))
-        found = difference.wider(chance)
+        trainings = 0.0 if one.trained == two.trained else math.sqrt(sum(1 / count for count in counts))
+        found = difference.wider(trainings * (self.chance(column) or 0.0))
         numbers = f"{title}: {one.row.label} - {two.row.label} = {_shown(found, '+')}"
         return Verdict(claim, _sign(found, seeds), numbers)
 
