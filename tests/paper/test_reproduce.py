@@ -99,6 +99,8 @@ def test_results_are_enough(copy, monkeypatch):
     (copy / "model-input.png").unlink()
     monkeypatch.setattr(module, "train", None)
     with reproduction(TOY, copy, SilentScreen()) as found:
+        write_report(found)  # of an experiment whose figure is not there
+        assert "data:image/png" in (copy / "report.html").read_text()
         found.run(INPUT)
         assert write_experiment(found, INPUT)
     assert (copy / "model-input.png").exists()

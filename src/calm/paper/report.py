@@ -56,6 +56,8 @@ def write_report(made: Reproduction) -> Path:
 def _section(made: Reproduction, name: str) -> str:
     experiment, kept = EXPERIMENTS[name], made.results.experiments[name]
     table = made.table(experiment)
+    figure = made.output / f"{name}.png"
+    picture = figure.read_bytes() if figure.exists() else draw(table)  # results may have come without their figures
     verdicts = "".join(
         f'<tr><td>{escape(v["claim"])}</td><td class="{v["answer"]}">{v["answer"]}</td>'
         f"<td>{escape(v['numbers'])}</td></tr>"
@@ -69,7 +71,7 @@ def _section(made: Reproduction, name: str) -> str:
     )
     return f"""<h2 id="{name}">{escape(experiment.title)}</h2>
 <p>The paper, {escape(experiment.place)}: {escape(experiment.finding)}</p>
-{pages.image((made.output / f"{name}.png").read_bytes(), experiment.title)}
+{pages.image(picture, experiment.title)}
 {pages.table(*cells(table))}
 <p class="note">{about_intervals(table)} {escape(experiment.note)}</p>
 <table><tr><th>does it hold here?</th><th></th><th></th></tr>{verdicts}</table>
