@@ -106,6 +106,17 @@ def test_results_are_enough(copy, monkeypatch):
     assert (copy / "model-input.png").exists()
 
 
+def test_a_report_leaves_out_what_wants_more_by_now(copy):
+    """Results of a version that measured less."""
+    with reproduction(TOY, copy, SilentScreen()) as found:
+        write_report(found)
+        assert 'id="model-input"' in (copy / "report.html").read_text()
+        seed = found._repeats(INPUT)[-1]
+        del found.results.measures[seed.key(found.text)]
+        write_report(found)
+    assert 'id="model-input"' not in (copy / "report.html").read_text()
+
+
 def test_a_longer_run_goes_on_from_a_shorter_one_to_the_same_weights(copy, tmp_path, monkeypatch):
     half, whole = (TOY.calm().until(share) for share in (0.5, 1.0))
     trained = []

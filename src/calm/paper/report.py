@@ -37,8 +37,9 @@ def write_experiment(made: Reproduction, experiment: Experiment) -> bool:
 
 
 def write_report(made: Reproduction) -> Path:
-    """All experiments that are done, in the paper's order."""
-    done = [name for name in EXPERIMENTS if name in made.results.experiments]
+    """All experiments that are done, in the paper's order; those that want more than when they were written are not."""
+    kept = made.results.experiments
+    done = [name for name, experiment in EXPERIMENTS.items() if name in kept and not made.wanted(experiment)]
     makers = {
         f"{kept['hardware']}; " + ", ".join(f"{k} {v}" for k, v in kept["versions"].items())
         for kept in made.results.measures.values()

@@ -71,12 +71,12 @@ class Reproduction:
 
     def run(self, experiment: Experiment, position: str = "") -> None:
         """Measure what an experiment still wants."""
-        while wanted := self._wanted(experiment):
+        while wanted := self.wanted(experiment):
             for number, (measure, label) in enumerate(wanted, start=1):
                 self.screen.stage(number, len(wanted), f"{position}{experiment.name}", f"{label}: {measure.kind}")
                 self._measure(measure)
 
-    def _wanted(self, experiment: Experiment) -> list[tuple[Measure, str]]:
+    def wanted(self, experiment: Experiment) -> list[tuple[Measure, str]]:
         """What is not measured yet, each once, and the row that it is for."""
         every = [(measure, row.label) for row in self.rows(experiment) for measure in self._measures([row])]
         every += [(measure, "another seed") for measure in self._repeats(experiment)]
