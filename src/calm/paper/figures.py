@@ -62,7 +62,8 @@ def _curves(axis: Any, table: Table, column: str) -> None:
             for line, place in zip(mine, places, strict=True):
                 text = f"{line.row.x:g}" if line.row.x is not None else line.row.label.removeprefix(f"{series}, ")
                 at = place, line.values[column].value
-                axis.annotate(text, at, textcoords="offset points", xytext=(5, -12), fontsize=8, color=style["color"])
+                beside = (5, -12) if number % 2 == 0 else (-9, 7)  # curves that meet have their names on two sides
+                axis.annotate(text, at, textcoords="offset points", xytext=beside, fontsize=8, color=style["color"])
     axis.set_xlabel(figure.x)
     if figure.log_x:
         _log_scale(axis)
