@@ -62,8 +62,9 @@ def _curves(axis: Any, table: Table, column: str) -> None:
             for line, place in zip(mine, places, strict=True):
                 text = f"{line.row.x:g}" if line.row.x is not None else line.row.label.removeprefix(f"{series}, ")
                 at = place, line.values[column].value
-                beside = (5, -12) if number % 2 == 0 else (-9, 7)  # curves that meet have their names on two sides
-                axis.annotate(text, at, textcoords="offset points", xytext=beside, fontsize=8, color=style["color"])
+                below = number % 2 == 0  # curves that meet have their names on two sides
+                side: Any = {"xytext": (5, -12), "ha": "left"} if below else {"xytext": (-5, 5), "ha": "right"}
+                axis.annotate(text, at, textcoords="offset points", fontsize=8, color=style["color"], **side)
     axis.set_xlabel(figure.x)
     if figure.log_x:
         _log_scale(axis)
