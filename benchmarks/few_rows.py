@@ -1,7 +1,7 @@
 """Products with few rows (calm.products) and a cache with room (calm.sampling.cache) against the plain ones.
 
     python benchmarks/few_rows.py                    products of CALM-M's shapes, then steps of a laptop model
-    python benchmarks/few_rows.py --size paper       steps of CALM-M with 128,257 words, too
+    python benchmarks/few_rows.py --size paper       the same, with steps of CALM-M with 128,257 words
     python benchmarks/few_rows.py --context 2000     behind so many chunks
 
 Bytes are those of the matrix: what is read, however many rows meet it. All ways take turns.
@@ -21,7 +21,7 @@ from calm.bench import generation
 from calm.bench.clock import ratios, take_turns
 from calm.bench.generation import STEPS, reading
 from calm.bench.models import RECIPES, VOCABULARIES, config_of, model_of
-from calm.products import MANY, FewRowsLinear, few_rows_product, prepare_for_few_rows
+from calm.products import FEW, MANY, FewRowsLinear, few_rows_product, prepare_for_few_rows
 from calm.sampling import batch as batches
 
 SHAPES = {"(1024, 2752)": (2752, 1024), "(2752, 1024)": (1024, 2752), "(1024, 1024)": (1024, 1024)}  # of CALM-M
@@ -97,7 +97,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_grad_enabled(False)
     if not given.only_steps:
-        products(SHAPES, 3, given.rounds)
+        products(SHAPES, FEW, given.rounds)
         products(WORDS, MANY, given.rounds)
     steps(given.size, given.context, given.rounds)
 

@@ -6,13 +6,16 @@ import pytest
 import torch
 from torch import nn
 
+from calm import products
 from calm.products import MANY, FewRowsLinear, few_rows_product, prepare_for_few_rows
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9, MANY, MANY + 1])
 @pytest.mark.parametrize("words", [48, 50, 17])  # cut into 16, 2 and 1 slices
 @pytest.mark.parametrize("few", [3, MANY])
-def test_the_product(count, words, few):
+@pytest.mark.parametrize("small", [0, products.SMALL])  # matrices that are large, and that are not
+def test_the_product(monkeypatch, count, words, few, small):
+    monkeypatch.setattr(products, "SMALL", small)
     generator = torch.Generator().manual_seed(count)
     rows = torch.randn(count, 24, generator=generator, dtype=torch.float64)
     matrix = torch.randn(words, 24, generator=generator, dtype=torch.float64)

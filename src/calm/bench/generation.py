@@ -29,23 +29,22 @@ def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
     vocabulary = VOCABULARIES[size]
     models = {kind: model_of(config_of(name, size), vocabulary).eval() for kind, name in RECIPES[size].items()}
     ids = torch.randint(3, WORDS_OF_PROMPTS, (1, PROMPT))
-    ways: dict[str, Callable[[], object]] = {"Transformer": transformer(models["Transformer"], ids)}
+    writing: dict[str, Callable[[], object]] = {"Transformer": transformer(models["Transformer"], ids)}
+    stepping: dict[str, Callable[[], object]] = {}
     for kind, model in models.items():
         if isinstance(model, CalmForCausalLM):
-            ways[f"{kind}, T = 1"] = calm(model, ids, 1.0)
-            ways[f"{kind}, T = 0.5"] = calm(model, ids, 0.5)
-            ways[f"{kind}: steps"] = steps(model, ids, rounds)
-            ways[f"{kind}: reading"] = reading(model)
+            writing[f"{kind}, T = 1"] = calm(model, ids, 1.0)
+            writing[f"{kind}, T = 0.5"] = calm(model, ids, 0.5)
+            stepping[f"{kind}: steps"] = steps(model, ids, rounds)
+            stepping[f"{kind}: reading"] = reading(model)
     small = copy.deepcopy(models["energy"])
     to_int8(small)
-    ways["energy, int8, T = 1"] = calm(small, ids, 1.0)
-    times = take_turns(ways, rounds)
-    for name, seconds in times.items():
-        if ":" in name:  # single steps
-            continue
-        yield row(f"{name}: generation", [NEW / spent for spent in seconds], "tokens/s")
+    writing["energy, int8, T = 1"] = calm(small, ids, 1.0)
+    times = take_turns(writing | stepping, rounds)
+    for name in writing:
+        yield row(f"{name}: generation", [NEW / spent for spent in times[name]], "tokens/s")
         if name != "Transformer":
-            yield row(f"{name}: times LlamaForCausalLM.generate", ratios(times["Transformer"], seconds), "")
+            yield row(f"{name}: times LlamaForCausalLM.generate", ratios(times["Transformer"], times[name]), "")
     for kind, model in models.items():
         if isinstance(model, CalmForCausalLM):
             spent, least = times[f"{kind}: steps"], times[f"{kind}: reading"]
