@@ -21,7 +21,7 @@ from calm.bench import generation
 from calm.bench.clock import ratios, take_turns
 from calm.bench.generation import STEPS, reading
 from calm.bench.models import RECIPES, VOCABULARIES, config_of, model_of
-from calm.products import FEW, MANY, FewRowsLinear, few_rows_product, prepare_for_few_rows
+from calm.products import FewRowsLinear, few_rows_product, long_product, prepare_for_few_rows
 from calm.sampling import batch as batches
 
 SHAPES = {"(1024, 2752)": (2752, 1024), "(2752, 1024)": (1024, 2752), "(1024, 1024)": (1024, 1024)}  # of CALM-M
@@ -29,15 +29,16 @@ WORDS = {"(512, 128257)": (128_257, 512)}
 ROWS = (1, 2, 3, 4, 8, 16, 32, 64)
 ENOUGH = 2**26  # numbers that no cache holds
 BATCHES = (1, 2, 4, 8, 16)
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
-def products(shapes: dict[str, tuple[int, int]], few: int, rounds: int) -> None:
+def products(shapes: dict[str, tuple[int, int]], product: Product, rounds: int) -> None:
     for name, (outputs, inputs) in shapes.items():
         matrices = [torch.randn(outputs, inputs) for _ in range(-(-ENOUGH // (outputs * inputs)))]
         for count in ROWS:
             rows = torch.randn(count, inputs)
             ways: dict[str, Callable[[], object]] = {
-                "ours": every(matrices, lambda matrix, rows=rows: few_rows_product(rows, matrix, few)),
+                "ours": every(matrices, lambda matrix, rows=rows: product(rows, matrix)),
                 "F.linear": every(matrices, lambda matrix, rows=rows: F.linear(rows, matrix)),
                 "reading": every(matrices, torch.sum),
             }
@@ -97,8 +98,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_grad_enabled(False)
     if not given.only_steps:
-        products(SHAPES, FEW, given.rounds)
-        products(WORDS, MANY, given.rounds)
+        products(SHAPES, few_rows_product, given.rounds)
+        products(WORDS, long_product, given.rounds)
     steps(given.size, given.context, given.rounds)
 
 

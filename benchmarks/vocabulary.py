@@ -72,36 +72,27 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--states", type=int, default=20_000)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cautions", type=float, nargs="+", default=[1.0, 0.5, 0.35, 0.25])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     vocabulary.SMALL = 0  # search small vocabularies, too
     model: Any = load_calm(options.model).eval()
     words = model.autoencoder.embedding.weight.detach()
     exact = words.double()
-    generator = torch.Generator().manual_seed(0)
-    like = model.autoencoder.decoder(torch.randn(2048, model.config.latent_size, generator=generator)).flatten(0, 1)
-    searches = {caution: VocabularySearch(words, like, caution=caution) for caution in options.cautions}
-    counts = {caution: [0, 0] for caution in searches}
-    number = 0
+    search = VocabularySearch(words)
+    number = wrong = tied = 0
     for found in states(model, options.data, options.states):
         best, ids = zip(*((found_part.double() @ exact.T).max(1) for found_part in found.split(256)), strict=True)
-        number += len(found)
-        for caution, search in searches.items():
-            wrong, tied = check(search, found, exact, torch.cat(best), torch.cat(ids))
-            counts[caution][0] += wrong
-            counts[caution][1] += tied
+        here = check(search, found, exact, torch.cat(best), torch.cat(ids))
+        number, wrong, tied = number + len(found), wrong + here[0], tied + here[1]
     print(f"{number:,} states, {len(words):,} words of {words.shape[1]} dimensions")
-    for caution, search in searches.items():
-        wrong, tied = counts[caution]
-        share = search.looked_at / search.asked
-        print(f"caution {caution}: {wrong} wrong ({wrong / number:.4%}), {tied} tied, pages looked at: {share:.1%}")
+    left = len(words) * search.multiplied / search.asked
+    print(f"{wrong} wrong ({wrong / number:.4%}), {tied} tied; words multiplied as they are: {left:.2f} a state")
     some = torch.cat(list(states(model, options.data, 1000)))
     for rows in (4, 50, 200, 800):
         part = some[torch.randperm(len(some))[:rows]].contiguous()
         whole = seconds(most_probable_words, part, words)
-        ratios = {caution: round(whole / seconds(search, part), 2) for caution, search in searches.items()}
-        print(f"{rows} states: full projection {1e3 * whole:.1f} ms; times faster by caution: {ratios}")
+        ratio = whole / seconds(search, part)
+        print(f"{rows} states: full projection {1e3 * whole:.1f} ms; the search is {ratio:.2f} times as fast")
 
 
 if __name__ == "__main__":

@@ -7,26 +7,30 @@ import torch
 from torch import nn
 
 from calm import products
-from calm.products import MANY, FewRowsLinear, few_rows_product, prepare_for_few_rows
+from calm.products import MANY, FewRowsLinear, few_rows_product, long_product, prepare_for_few_rows
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9, MANY, MANY + 1])
 @pytest.mark.parametrize("words", [48, 50, 17])  # cut into 16, 2 and 1 slices
-@pytest.mark.parametrize("few", [3, MANY])
+@pytest.mark.parametrize("product", [few_rows_product, long_product])
 @pytest.mark.parametrize("small", [0, products.SMALL])  # matrices that are large, and that are not
-def test_the_product(monkeypatch, count, words, few, small):
+def test_the_product(monkeypatch, count, words, product, small):
     monkeypatch.setattr(products, "SMALL", small)
+    monkeypatch.setattr(products, "SMALL_FOR_SOME", small)
     generator = torch.Generator().manual_seed(count)
     rows = torch.randn(count, 24, generator=generator, dtype=torch.float64)
     matrix = torch.randn(words, 24, generator=generator, dtype=torch.float64)
-    found = few_rows_product(rows, matrix, few)
+    found = product(rows, matrix)
     assert found.shape == (count, words)
     torch.testing.assert_close(found, rows @ matrix.T, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(24,), (1, 24), (2, 1, 24), (1, 5, 24), (70, 24), (0, 24), (2, 0, 24)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_layer_computes_what_it_did(shape, bias):
+@pytest.mark.parametrize("small", [0, products.SMALL])
+def test_a_layer_computes_what_it_did(monkeypatch, shape, bias, small):
+    monkeypatch.setattr(products, "SMALL", small)
+    monkeypatch.setattr(products, "SMALL_FOR_SOME", small)
     torch.manual_seed(0)
     layer = nn.Linear(24, 32, bias=bias)
     swift = copy.deepcopy(layer)
@@ -56,7 +60,9 @@ def test_training_is_left_alone():
     assert torch.equal(layer.weight.grad, swift.weight.grad)
 
 
-def test_the_bias_is_not_changed_and_neither_is_what_was_given():
+@pytest.mark.parametrize("small", [0, products.SMALL])
+def test_the_bias_is_not_changed_and_neither_is_what_was_given(monkeypatch, small):
+    monkeypatch.setattr(products, "SMALL", small)
     layer = FewRowsLinear(8, 16)
     given = torch.randn(1, 8)
     before = [t.clone() for t in (given, layer.weight, layer.bias)]

@@ -247,9 +247,6 @@ def generate(
         float, typer.Option(help="Of batch: draw fewer candidates where the outcome is settled to this.")
     ] = 0.0,
     refill: Annotated[bool, typer.Option("--refill", help="Of token: draw anew where few candidates agree.")] = False,
-    caution: Annotated[
-        float, typer.Option(help="Below 1 large vocabularies are searched faster, almost always rightly.")
-    ] = 1.0,
     top_k: Annotated[int | None, typer.Option(help="Of mixture: the most probable tokens, so many.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Of mixture: the tokens with this probability.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Of mixture: tokens with this share of the largest.")] = None,
@@ -268,7 +265,7 @@ def generate(
     if show_chunks and as_json:
         raise UserError("--show-chunks is for people and --json for programs; give one of them")
     named = None if method is None else method.value
-    sampling = Sampling(temperature, num_candidates, named, tolerance, refill, caution, top_k, top_p, min_p)
+    sampling = Sampling(temperature, num_candidates, named, tolerance, refill, top_k, top_p, min_p)
     from calm.commands import generate as command
 
     wanted = command.Wanted(prompt, max_new_tokens, stop or [], num_samples, seed)

@@ -2,8 +2,7 @@
 
 A text that grows has one row, a small batch a few. For these the libraries' product reads the matrix on one core, at
 less than half of what memory gives, and two rows take twice the time of one. Cut into slices it is a batch of products,
-which are shared among the cores, and with the matrix as the first factor up to three rows cost hardly more than reading
-it. docs/performance.md has the numbers.
+which are shared among the cores. docs/performance.md has the numbers.
 """
 
 from math import gcd
@@ -12,23 +11,34 @@ import torch
 from torch import Tensor, nn
 
 SLICES = 16
-SMALL = 2**20  # numbers of a matrix that lies in a core's cache: slices cost more than they bring
-FEW, MANY = 3, 64  # rows: up to which the matrix of a layer stands first, and beyond which nothing is gained
+FEW, MANY = 3, 64  # rows: for which smaller matrices gain, too, and beyond which nothing is gained
+SMALL, SMALL_FOR_SOME = 2**17, 2**20  # numbers of a matrix that gains nothing, for few rows and for more
 
 
-def few_rows_product(rows: Tensor, matrix: Tensor, few: int = FEW) -> Tensor:
+def few_rows_product(rows: Tensor, matrix: Tensor) -> Tensor:
     """rows @ matrix.T: (n, d), (m, d) → (n, m)."""
     count, size = rows.shape
-    if count > MANY or (count > few and matrix.numel() < SMALL) or rows.device.type != "cpu":
+    small = SMALL if count <= FEW else SMALL_FOR_SOME
+    slices = gcd(len(matrix), SLICES)
+    if count > MANY or matrix.numel() < small or slices == 1 or rows.device.type != "cpu":
+        return rows @ matrix.T
+    parts = matrix.view(slices, -1, size)
+    found = torch.bmm(rows.expand(slices, count, size), parts.transpose(1, 2))  # (slices, n, m / slices)
+    return found.transpose(0, 1).reshape(count, -1)
+
+
+def long_product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """The same for a long matrix, like that of all words: it is faster as the first factor."""
+    count, size = rows.shape
+    if count > MANY or rows.device.type != "cpu":
         return rows @ matrix.T
     slices = gcd(len(matrix), SLICES)
-    if count == 1 and slices == 1:  # twice the same row is faster than a matrix times a vector
-        return (matrix @ rows.expand(2, size).contiguous().T).T[:1]
-    parts = matrix.view(slices, -1, size)
-    if count <= few or slices == 1:
+    if slices > 1:
+        parts = matrix.view(slices, -1, size)
         return torch.bmm(parts, rows.T.expand(slices, size, count)).flatten(0, 1).T
-    found = torch.bmm(rows.expand(slices, count, size), parts.transpose(1, 2))  # (slices, n, m / slices)
-    return found.transpose(0, 1).flatten(1)
+    if count == 1:  # twice the same row is faster than a matrix times a vector
+        return (matrix @ rows.expand(2, size).contiguous().T).T[:1]
+    return (matrix @ rows.T).T
 
 
 class FewRowsLinear(nn.Linear):
@@ -38,7 +48,7 @@ class FewRowsLinear(nn.Linear):
         few = 0 < input.numel() <= MANY * self.in_features
         if not few or torch.is_grad_enabled() or input.device.type != "cpu" or input.dtype != torch.float32:
             return super().forward(input)
-        found = few_rows_product(input.reshape(-1, self.in_features), self.weight).contiguous()
+        found = few_rows_product(input.reshape(-1, self.in_features), self.weight)
         found = found if self.bias is None else found.add_(self.bias)
         return found.view(*input.shape[:-1], self.out_features)
 

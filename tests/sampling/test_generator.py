@@ -282,7 +282,6 @@ def test_one_candidate_is_temperature_one_and_that_is_told(model):
         ({"top_p": 0.9}, "needs probabilities of tokens"),
         ({"method": "mixture", "top_p": 2}, "top_p must be above 0 and at most 1, not 2"),
         ({"tolerance": 0.1}, "for the method 'batch'"),
-        ({"caution": 0}, "above 0 and at most 1, which is exact, not 0"),
         ({"method": "batch", "tolerance": -1}, "from 0 to 1, not -1"),
         ({"num_beams": 4}, "no beams"),
         ({"do_sample": False}, "always samples"),

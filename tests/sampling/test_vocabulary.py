@@ -15,7 +15,13 @@ from calm.sampling.vocabulary import VocabularySearch, search_of
 def _small_pages(monkeypatch):
     monkeypatch.setattr(vocabulary, "SMALL", 0)
     monkeypatch.setattr(vocabulary, "PAGE", 8)
-    monkeypatch.setattr(vocabulary, "SHEET", 64)
+    monkeypatch.setattr(vocabulary, "TOGETHER", 16)
+
+
+def searching(words: torch.Tensor) -> VocabularySearch:
+    search = VocabularySearch(words)
+    assert search.searches
+    return search
 
 
 def wrong(search: VocabularySearch, states: torch.Tensor) -> int:
@@ -32,7 +38,7 @@ KINDS = {
     "low rank": lambda g: torch.randn(203, 3, generator=g) @ torch.randn(3, 16, generator=g),
     "nearly the same": lambda g: torch.ones(203, 16) + 1e-4 * torch.randn(203, 16, generator=g),
     "pairs of opposites": lambda g: torch.cat([w := torch.randn(100, 16, generator=g), -w]),
-    "all in the rest": lambda g: torch.cat([torch.zeros(203, 12), torch.randn(203, 4, generator=g)], 1),
+    "in a few directions": lambda g: torch.cat([torch.zeros(203, 12), torch.randn(203, 4, generator=g)], 1),
     "with zeros": lambda g: torch.randn(203, 16, generator=g) * (torch.arange(203) % 3 > 0)[:, None],
 }
 
@@ -49,62 +55,67 @@ def test_equal_to_the_full_argmax(kind, number):
         -near,
         1e4 * torch.randn(number, 16, generator=generator),
     ):
-        for like in (None, states):
-            for directions in (1, 4, 16):
-                assert wrong(VocabularySearch(words, like, directions=directions), states) == 0
+        assert wrong(searching(words), states) == 0
 
 
 @given(st.integers(0, 10_000), st.integers(1, 60), st.integers(1, 40))
 def test_any_words_and_states(seed, number, count):
     generator = torch.Generator().manual_seed(seed)
     words = torch.randn(number, 5, generator=generator) * torch.rand(number, 1, generator=generator)
-    assert wrong(VocabularySearch(words, directions=2), torch.randn(count, 5, generator=generator)) == 0
+    assert wrong(searching(words), torch.randn(count, 5, generator=generator)) == 0
 
 
-def test_most_pages_are_never_looked_at_where_states_are_near_words():
+def test_few_words_are_multiplied():
     generator = torch.Generator().manual_seed(1)
-    words = torch.randn(2000, 32, generator=generator)
-    words[:, 12:] *= 0.3
-    states = words[:100] + 0.1 * torch.randn(100, 32, generator=generator)
-    search = VocabularySearch(words, states)
-    assert wrong(search, states) == 0
-    assert search.looked_at < 0.3 * search.asked
+    words = torch.randn(3000, 64, generator=generator)
+    states = words[:100] + 0.5 * torch.randn(100, 64, generator=generator)
+    near, anywhere = searching(words), searching(words)
+    assert wrong(near, states) == 0
+    assert near.multiplied < 2 * len(states)  # nearly always the word itself alone
+    assert wrong(anywhere, torch.randn(100, 64, generator=generator)) == 0
+    assert anywhere.multiplied < 0.02 * anywhere.asked
 
 
-def test_states_that_repeat_are_answered_once():
-    generator = torch.Generator().manual_seed(2)
-    words, states = torch.randn(300, 16, generator=generator), torch.randn(20, 16, generator=generator)
-    search = VocabularySearch(words)
-    expected = search(states)
-    pages, search.asked = search.asked, 0
-    assert torch.equal(search(states.repeat(7, 1)), expected.repeat(7))
-    assert search.asked == pages
-    states[:, 0] = 1.0  # the same there, and nowhere else
-    assert wrong(search, states) == 0
+@given(st.integers(0, 10_000), st.floats(-6, 6))
+def test_no_product_is_farther_off_than_its_bound(seed, size):
+    """The largest product of a page, as it is, lies within the bounds around the rounded one."""
+    generator = torch.Generator().manual_seed(seed)
+    words = 10.0**size * torch.randn(40, 24, generator=generator) * torch.rand(40, 1, generator=generator)
+    search, states = searching(words), torch.randn(5, 24, generator=generator)
+    scaled = states * (vocabulary.STATE_LEVELS / states.abs().amax(1, keepdim=True))
+    rounded = scaled.round()
+    off = scaled.norm(dim=1, keepdim=True) * search.offs + (scaled - rounded).norm(dim=1, keepdim=True) * search.lengths
+    true = (scaled.double() @ words.double().T).unflatten(1, (-1, vocabulary.PAGE))
+    assert bool(((search._products(rounded) - true).abs() <= off[..., None]).all())
 
 
-def test_bounds_come_closer_once_states_are_known(monkeypatch):
-    monkeypatch.setattr(vocabulary, "ENOUGH", 200)
-    generator = torch.Generator().manual_seed(5)
-    words = torch.randn(2000, 32, generator=generator)
-    plane = torch.randn(6, 32, generator=generator)
-    search, shares = VocabularySearch(words), []
-    for _ in range(3):
-        states = torch.randn(150, 6, generator=generator) @ plane
-        search.looked_at = search.asked = 0
-        assert wrong(search, states) == 0
-        shares.append(search.looked_at / search.asked)
-    assert shares[2] < 0.7 * shares[0]
+def test_of_equal_words_the_first():
+    words = torch.randn(40, 16, generator=torch.Generator().manual_seed(2))
+    words[33] = words[17] = words[5]
+    assert searching(words)(words[5:6]).tolist() == [5]
 
 
-def test_less_caution_is_faster_and_may_be_wrong():
+def test_a_text_has_the_same_words_whoever_is_beside_it():
     generator = torch.Generator().manual_seed(3)
-    words, states = torch.randn(3000, 64, generator=generator), torch.randn(200, 64, generator=generator)
-    careful, quick = VocabularySearch(words, states), VocabularySearch(words, states, caution=0.6)
-    quick(states)
-    careful(states)
-    assert quick.looked_at < 0.8 * careful.looked_at
-    assert wrong(quick, states) < 10
+    words, states = torch.randn(300, 16, generator=generator), torch.randn(50, 16, generator=generator)
+    search = searching(words)
+    alone = torch.cat([search(state) for state in states.split(1)])
+    assert torch.equal(search(torch.cat([states, 1e3 * states]))[:50], alone)
+
+
+def test_a_processor_whose_products_are_wrong_reads_all_words(monkeypatch):
+    words = torch.randn(300, 16, generator=torch.Generator().manual_seed(4))
+    plain = VocabularySearch._products
+    monkeypatch.setattr(VocabularySearch, "_products", lambda self, states: 1.01 * plain(self, states))
+    search = VocabularySearch(words)
+    assert not search.searches
+    assert wrong(search, torch.randn(9, 16)) == 0
+
+
+def test_words_that_are_not_numbers_are_read_whole():
+    words = torch.randn(300, 16)
+    words[200, 3] = torch.nan
+    assert not VocabularySearch(words).searches
 
 
 def test_no_states_and_small_vocabularies(monkeypatch):
@@ -120,7 +131,6 @@ def test_an_autoencoders_search_is_made_once_and_anew_when_its_words_change():
     autoencoder = ChunkAutoencoder(config).eval()
     search = search_of(autoencoder)
     assert search_of(autoencoder) is search
-    assert search_of(autoencoder, 0.5) is search_of(autoencoder, 0.5) is not search
     with torch.no_grad():
         autoencoder.embedding.weight.mul_(torch.rand(90, 1))
     assert search_of(autoencoder) is not search

@@ -24,13 +24,13 @@ from calm.errors import UserError
 from calm.heads import ChainHead
 from calm.models.autoencoder import ChunkAutoencoder
 from calm.models.calm import CalmForCausalLM
-from calm.sampling.vocabulary import SCREENED, SMALL
+from calm.sampling.vocabulary import SMALL
 from calm.train.memory import training_memory
 from calm.train.stages import described_model
 
 PAPER_VOCABULARY = 128_257
 FORWARD_AND_BACKWARD = 3
-LOOKED_AT = 0.1  # of the vocabulary's pages, where a search leaves them: measured, docs/experiments.md
+EIGHT_BITS = 1 / 4  # of an operation in 32 bits: what one in eight counts
 
 TABLE_1 = {  # parameters, training FLOPs, inference FLOPs a token
     "paper-transformer-s": (281e6, 6.6e20, 4.4e8),
@@ -189,10 +189,8 @@ def _calm_cost(name: str, config: RunConfig, context: int, candidates: int, mode
 
 def _searched(model: CalmForCausalLM) -> float:
     """The share of a vocabulary projection that an exact search for the most probable word computes."""
-    words, width = model.config.vocab_size, model.config.autoencoder_config.hidden_size
-    if words <= SMALL or model.config.is_chain:  # read whole; a chain needs every word's probability
-        return 1.0
-    return (width // SCREENED + 1) / width + LOOKED_AT
+    read_whole = model.config.vocab_size <= SMALL or model.config.is_chain  # a chain needs every word's probability
+    return 1.0 if read_whole else EIGHT_BITS  # the words that its bounds leave are too few to count
 
 
 def _share_of_words(config: RunConfig, vocabulary: int) -> float:

@@ -48,7 +48,6 @@ class Sampling:
     method: Method | None = None  # by default "token", and "mixture" for a chain
     tolerance: float = 0.0  # of "batch": the total variation at which no more candidates are drawn; 0 is all of them
     refill: bool = False  # of "token": draw anew where fewer than 1/T candidates agree with the tokens so far
-    caution: float = 1.0  # of the vocabulary search: below 1 it is faster and almost always right
     top_k: int | None = None  # these three of "mixture"
     top_p: float | None = None
     min_p: float | None = None
@@ -61,8 +60,6 @@ class Sampling:
             raise ConfigError(f"num_candidates must be a whole number, at least 1, not {self.num_candidates}")
         if not 0 <= self.tolerance <= 1:
             raise ConfigError(f"tolerance is a total variation, from 0 to 1, not {self.tolerance}")
-        if not 0 < self.caution <= 1:
-            raise ConfigError(f"caution must be above 0 and at most 1, which is exact, not {self.caution}")
         for name, method in {"tolerance": "batch", "refill": "token"}.items():
             if getattr(self, name) and self.method not in (method, None):
                 raise ConfigError(f"{name} is for the method {method!r}, not for {self.method!r}")

@@ -54,8 +54,7 @@ class CalmPredictor:
         return _last_states(self.model.backbone, self.model.embed(chunks), there, positions, cache)
 
     def choose(self, hidden: Tensor, sampling: Sampling, noise: RowNoise) -> Chosen:
-        search = search_of(self.model.autoencoder, sampling.caution)
-        return next_chunks(self.model, search, hidden, sampling, noise)
+        return next_chunks(self.model, search_of(self.model.autoencoder), hidden, sampling, noise)
 
 
 class SoftmaxPredictor:

@@ -1,14 +1,14 @@
-"""The most probable word of a state, argmax over v of w_v·g, without looking at most of the vocabulary. Exact.
+"""The most probable word of a state, argmax over v of w_v·g, reading the vocabulary in eight bits. Exact.
 
-Words lie sorted by their length in pages. In a basis whose first k directions hold most of the states,
+Rounded words ŵ and a rounded state ĝ have a product in whole numbers, which is fast, and which cannot be far off:
 
-    w·g  =  w₁·g₁ + w₂·g₂  ≤  w₁·g₁ + |w₂|·|g₂|        (Cauchy-Schwarz; 1 the first k directions, 2 the rest)
+    w·g  =  ŵ·ĝ + (w - ŵ)·g + ŵ·(g - ĝ)        |w·g - ŵ·ĝ|  ≤  |w - ŵ|·|g| + |ŵ|·|g - ĝ|        (Cauchy-Schwarz)
 
-so a product of k + 1 numbers bounds one of d. A page is looked at whole by those states alone for which its bound is
-above the best word so far; long words come first, so that is soon a good one. What the bounds leave is the full
-projection, page by page: no state needs another way.
+Words that may be the best by these bounds, a handful of a hundred thousand, are multiplied as they are.
 """
 
+import warnings
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,125 +17,111 @@ from torch import Tensor
 from calm.models.autoencoder import ChunkAutoencoder
 from calm.scores.vocabulary import most_probable_words
 
-PAGE = 1024  # words
-SHEET = 2**20  # bounds computed at once: what fits a cache
 SMALL = 2**14  # a vocabulary that is as quickly read as searched
-SCREENED = 4  # one direction in so many bounds the words, by default
-FEW_STATES = 8  # for which all words are as quickly read as searched
-ENOUGH = 2048  # states, to know their directions
-MOST_STATES = 1024  # searched for at once
+PAGE = 512  # words that share a bound
+TOGETHER = 64  # states
+WORD_LEVELS = 127
+# The library rounds states to 128 levels between their least and their largest number. Two more numbers, which meet
+# zeros, are just that far apart: then the levels are the whole numbers, and what is whole already stays as it is.
+STATE_LEVELS = 63
+RANGE = (-63.0, 64.0)
+TINY = 1e-20  # a scale for what is zero
 ROUNDING = 1e-5  # of |w|·|g|: more than what fp32 can be off
 
 
-def search_of(autoencoder: ChunkAutoencoder, caution: float = 1.0) -> "VocabularySearch":
+def search_of(autoencoder: ChunkAutoencoder) -> "VocabularySearch":
     """The search for an autoencoder's words, made once as long as they stay what they are."""
     words = autoencoder.embedding.weight
     state = (words.data_ptr(), 0 if words.is_inference() else words._version, words.dtype)
     if autoencoder not in _MADE or _MADE[autoencoder][0] != state:
-        _MADE[autoencoder] = state, {}
-    made = _MADE[autoencoder][1]
-    if caution not in made:
-        like = None
-        if not _read_whole(words):
-            generator = torch.Generator(words.device).manual_seed(0)
-            size = (ENOUGH, autoencoder.config.latent_size)
-            with torch.no_grad():
-                like = autoencoder.decoder(torch.randn(size, generator=generator, device=words.device).to(words.dtype))
-                like = like.flatten(0, 1)
-        made[caution] = VocabularySearch(words.detach(), like, caution=caution)
-    return made[caution]
+        _MADE[autoencoder] = state, VocabularySearch(words.detach())
+    return _MADE[autoencoder][1]
 
 
-_MADE: "WeakKeyDictionary[ChunkAutoencoder, tuple[tuple, dict[float, VocabularySearch]]]" = WeakKeyDictionary()
-
-
-def _read_whole(words: Tensor) -> bool:
-    return len(words) <= SMALL or words.device.type != "cpu"
+_MADE: "WeakKeyDictionary[ChunkAutoencoder, tuple[tuple, VocabularySearch]]" = WeakKeyDictionary()
 
 
 class VocabularySearch:
-    """Answers for one matrix of words (V, d), which must not change.
+    """Answers for one matrix of words (V, d), which must not change."""
 
-    The better the directions of the states are known, the closer are the bounds: it begins with those of `like` (n, d),
-    or of the words, and takes those of the states themselves as soon as it has met enough of them.
-
-    `caution` is the share of |w₂|·|g₂| that is feared: 1 is exact. Lengths that have little to do with each other are
-    never that parallel, so less is faster and almost always right; docs/experiments.md has measured errors.
-    """
-
-    def __init__(
-        self, words: Tensor, like: Tensor | None = None, *, directions: int | None = None, caution: float = 1.0
-    ):
+    def __init__(self, words: Tensor):
         self.words = words
-        self.looked_at = self.asked = 0  # pages, of how many there were for the states so far
-        self.full = _read_whole(words)
-        if self.full:
-            return
-        self.kept, self.caution = directions or words.shape[1] // SCREENED, caution
-        lengths = words.norm(dim=1)
-        self.order = lengths.argsort(descending=True)
-        self.lengths = lengths[self.order][::PAGE]  # of each page's longest word
-        self.sorted = words[self.order]
-        self.met: list[Tensor] | None = []  # states, until there are enough
-        self._lay_out(words if like is None else like)
+        self.multiplied = self.asked = 0  # words that the bounds left, of how many there were for the states so far
+        self.searches = len(words) > SMALL and words.device.type == "cpu" and self._round_words()
 
-    def _lay_out(self, like: Tensor) -> None:
-        _, basis = torch.linalg.eigh((like.T @ like).double())
-        self.basis = basis.flip(1).to(self.words.dtype)  # the directions with most of the states first
-        rotated = self.sorted @ self.basis
-        rest = self.caution * rotated[:, self.kept :].norm(dim=1, keepdim=True)
-        self.screen = torch.cat([rotated[:, : self.kept], rest], dim=1)  # (V, k + 1)
+    @torch.no_grad()
+    def _round_words(self) -> bool:
+        """Lay the words out in eight bits; whether this processor's product of whole numbers is what it should be."""
+        count, size = self.words.shape
+        places = torch.arange(-(-count // PAGE) * PAGE).clamp(max=count - 1)  # the last word fills the last page
+        whole, scales = torch.zeros(len(places), size + len(RANGE), dtype=torch.int8), torch.empty(len(places))
+        lengths, offs = torch.empty(len(places)), torch.empty(len(places))
+        for here in torch.arange(len(places)).split(PAGE * TOGETHER):  # a second copy in fp32 would be a large one
+            words = self.words[places[here]].float()
+            scales[here] = words.abs().amax(1).clamp(min=TINY) / WORD_LEVELS
+            rounded = (words / scales[here, None]).round()
+            whole[here, :size] = rounded.to(torch.int8)
+            rounded *= scales[here, None]
+            lengths[here], offs[here] = rounded.norm(dim=1), (words - rounded).norm(dim=1)
+        self.packed = _packed(whole, scales)
+        self.lengths = _by_page(lengths)
+        self.offs = _by_page(offs) + ROUNDING * self.lengths
+        return bool(self.offs.isfinite().all()) and self._is_right(whole[:PAGE, :size], scales[:PAGE])
 
-    def _meet(self, states: Tensor) -> None:
-        if self.met is not None:
-            self.met.append(states)
-            if sum(map(len, self.met)) >= ENOUGH:
-                self._lay_out(torch.cat(self.met))
-                self.met = None
+    def _is_right(self, words: Tensor, scales: Tensor) -> bool:
+        """Whether the product of some states with the first page is, to fp32's rounding, that of whole numbers."""
+        levels = torch.arange(-STATE_LEVELS, STATE_LEVELS + 1.0)
+        states = levels[torch.arange(2 * words.shape[1]) * 7 % len(levels)].view(2, -1)
+        expected = (states.double() @ words.double().T) * scales
+        error = (self._products(states)[:, 0] - expected).abs()
+        return bool((error <= ROUNDING * states.norm(dim=1, keepdim=True) * self.lengths[0]).all())
+
+    def _products(self, states: Tensor) -> Tensor:
+        """ŵ·ĝ of all words and states of whole numbers (n, d): (n, pages, words)."""
+        limits = states.new_tensor(RANGE).expand(len(states), -1)
+        found = torch.ops.quantized.linear_dynamic(torch.cat([states, limits], dim=1), self.packed, True)
+        return found.unflatten(1, (-1, PAGE))
 
     @torch.no_grad()
     def __call__(self, states: Tensor) -> Tensor:
         """(n, d) → (n,)."""
-        if self.full or len(states) <= FEW_STATES:
+        if not self.searches or not len(states):
             return most_probable_words(states, self.words)
-        self._meet(states)
-        if len(torch.unique(states[:, 0])) < len(states):  # some may be the same: each is answered once
-            states, place = torch.unique(states, dim=0, return_inverse=True)
-        else:
-            place = slice(None)
-        return torch.cat([self._search(part) for part in states.split(MOST_STATES)])[place]
+        return torch.cat([self._search(part) for part in states.split(TOGETHER)])
 
     def _search(self, states: Tensor) -> Tensor:
-        rotated = states @ self.basis
-        rest = rotated[:, self.kept :].norm(dim=1, keepdim=True)
-        screened = torch.cat([rotated[:, : self.kept], rest], dim=1)  # (n, k + 1)
-        length = states.norm(dim=1)
-        best = torch.full_like(length, -torch.inf)
-        found = torch.zeros(len(states), dtype=torch.long)
-        pages = max(1, SHEET // PAGE // len(states))
-        for first in range(0, len(self.lengths), pages):
-            bounds = self._bounds(first, first + pages, screened, length, best)  # (pages, n)
-            for page, bound in enumerate(bounds, start=first):
-                hopeful = (bound > best).nonzero()[:, 0]
-                if not len(hopeful):
-                    continue
-                self.looked_at += len(hopeful)
-                value, place = (self.sorted[page * PAGE : (page + 1) * PAGE] @ states[hopeful].T).max(0)
-                better = value > best[hopeful]
-                hopeful = hopeful[better]
-                best[hopeful], found[hopeful] = value[better], place[better] + page * PAGE
-        self.asked += len(states) * len(self.lengths)
-        return self.order[found]
+        scaled = states.float() * (STATE_LEVELS / states.float().abs().amax(1, keepdim=True).clamp(min=TINY))
+        rounded = scaled.round()
+        products = self._products(rounded)
+        off = scaled.norm(dim=1, keepdim=True) * self.offs + (scaled - rounded).norm(dim=1, keepdim=True) * self.lengths
+        largest = products.amax(2)  # (n, pages)
+        least = (largest - off).amax(1, keepdim=True) - off  # a product below it is of a word that is not the best
+        row, page = (largest >= least).nonzero(as_tuple=True)
+        place, word = (products[row, page] >= least[row, page][:, None]).nonzero(as_tuple=True)
+        row, word = row[place], (word + page[place] * PAGE).clamp_(max=len(self.words) - 1)
+        self.multiplied += len(word)
+        self.asked += len(states) * len(self.words)
+        return _best(row, word, (states[row] * self.words[word]).sum(1).float(), len(states))
 
-    def _bounds(self, first: int, last: int, screened: Tensor, length: Tensor, best: Tensor) -> Tensor:
-        """The most that a word on these pages can be worth to each state; -inf where its length alone rules it out."""
-        longest = self.lengths[first:last]
-        bounds = torch.full((len(longest), len(length)), -torch.inf, dtype=length.dtype)
-        hopeful = (longest[0] * length * (1 + ROUNDING) > best).nonzero()[:, 0]
-        if len(hopeful):
-            products = self.screen[first * PAGE : last * PAGE] @ screened[hopeful].T  # (words, n)
-            whole = len(products) // PAGE
-            bounds[:whole, hopeful] = products[: whole * PAGE].unflatten(0, (whole, PAGE)).amax(1)
-            if whole < len(longest):
-                bounds[whole, hopeful] = products[whole * PAGE :].amax(0)
-        return bounds + ROUNDING * longest[:, None] * length
+
+def _packed(whole: Tensor, scales: Tensor) -> Any:
+    """Matrices of whole numbers (m, d) and the scales of their rows, as the library multiplies them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces that another package will take over
+        zeros = torch.zeros(len(scales), dtype=torch.long)
+        matrix = torch._make_per_channel_quantized_tensor(  # pyright: ignore[reportPrivateImportUsage]
+            whole, scales.double(), zeros, 0
+        )
+    return torch.ops.quantized.linear_prepack(matrix, None)
+
+
+def _by_page(values: Tensor) -> Tensor:
+    """The largest of each page: (pages,)."""
+    return values.unflatten(0, (-1, PAGE)).amax(1)
+
+
+def _best(rows: Tensor, words: Tensor, values: Tensor, count: int) -> Tensor:
+    """Of each row its word with the largest value, of several the first: (count,)."""
+    most = values.new_full((count,), -torch.inf).scatter_reduce(0, rows, values, "amax")
+    won = values == most[rows]
+    return words.new_zeros(count).scatter_reduce(0, rows[won], words[won], "amin", include_self=False)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from calm.noise import pick
-from calm.products import MANY, few_rows_product
+from calm.products import long_product
 
 SLICE_ELEMENTS = 2**23  # logits held at once: 32 MB in fp32
 
@@ -97,4 +97,4 @@ def _logits(states: Tensor, words: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 def word_products(states: Tensor, words: Tensor) -> Tensor:
     """w·g of all words and some states: (n, d), (V, d) → (n, V)."""
-    return few_rows_product(states, words, MANY)
+    return long_product(states, words)

@@ -59,5 +59,6 @@ EXPERIMENT = Experiment(
     Figure("training FLOPs", over="train_flops", log_x=True),
     claims,
     note=f"What the paper leaves out: FLOPs a token at low temperature, with {CANDIDATES} candidates a chunk; all "
-    "words computed for each, or found by the exact vocabulary search (which reads small vocabularies whole).",
+    "words computed for each, or found by the exact vocabulary search (in eight bits, which count a quarter; small "
+    "vocabularies are read whole).",
 )
