@@ -89,6 +89,15 @@ def test_no_product_is_farther_off_than_its_bound(seed, size):
     assert bool(((search._products(rounded) - true).abs() <= off[..., None]).all())
 
 
+def test_where_bounds_leave_many_words_all_are_read(monkeypatch):
+    monkeypatch.setattr(vocabulary, "MOST_LEFT", 100)
+    words = KINDS["nearly the same"](generator := torch.Generator().manual_seed(6))
+    search = searching(words)
+    assert wrong(search, torch.randn(9, 16, generator=generator)) == 0
+    assert search.multiplied > 100
+    assert search(torch.zeros(2, 16)).shape == (2,)
+
+
 def test_of_equal_words_the_first():
     words = torch.randn(40, 16, generator=torch.Generator().manual_seed(2))
     words[33] = words[17] = words[5]

@@ -19,6 +19,7 @@ from calm.models.calm import CalmForCausalLM
 from calm.models.int8 import to_int8
 from calm.sampling.batch import Batch, Text
 from calm.sampling.predictor import CalmPredictor
+from calm.sampling.vocabulary import search_of
 
 PROMPT, NEW = 64, 64  # tokens
 STEPS = 8  # of a text that goes on, at once
@@ -92,14 +93,16 @@ def reading(model: CalmForCausalLM) -> Callable[[], object]:
 def weights_of_step(model: CalmForCausalLM) -> list[torch.Tensor]:
     """The matrices that a step of one text at temperature 1 reads: all but the encoder and the embedding's words.
 
-    A chain reads the words of the vocabulary for each of its tokens, other heads once for all.
+    A chain reads the words of the vocabulary for each of its tokens, other heads once for all, and in eight bits where
+    they are many: as many bytes as a quarter of them has.
     """
-    head = model.head
+    head, words = model.head, model.words
     parts = [model.backbone, model.chunk_embedding.compress, model.chunk_embedding.latent, head]
     times = 1
     if isinstance(head, ChainHead):
         times = model.config.chunk_size - (head.own_words is not None)  # own words are weights of the head already
     else:
         parts.append(model.autoencoder.decoder)
+        words = words[: len(words) // 4] if search_of(model.autoencoder).searches else words
     weights = [p for part in parts if part is not None for p in part.parameters() if p.ndim > 1]
-    return [*weights, *[model.words] * times]
+    return [*weights, *[words] * times]

@@ -25,6 +25,7 @@ WORD_LEVELS = 127
 # zeros, are just that far apart: then the levels are the whole numbers, and what is whole already stays as it is.
 STATE_LEVELS = 63
 RANGE = (-63.0, 64.0)
+MOST_LEFT = 2**16  # words and states that are multiplied one by one; where bounds leave more, all are read
 TINY = 1e-20  # a scale for what is zero
 ROUNDING = 1e-5  # of |w|·|g|: more than what fp32 can be off
 
@@ -90,7 +91,8 @@ class VocabularySearch:
         return torch.cat([self._search(part) for part in states.split(TOGETHER)])
 
     def _search(self, states: Tensor) -> Tensor:
-        scaled = states.float() * (STATE_LEVELS / states.float().abs().amax(1, keepdim=True).clamp(min=TINY))
+        states = states.float()
+        scaled = states * (STATE_LEVELS / states.abs().amax(1, keepdim=True).clamp(min=TINY))
         rounded = scaled.round()
         products = self._products(rounded)
         off = scaled.norm(dim=1, keepdim=True) * self.offs + (scaled - rounded).norm(dim=1, keepdim=True) * self.lengths
@@ -98,10 +100,12 @@ class VocabularySearch:
         least = (largest - off).amax(1, keepdim=True) - off  # a product below it is of a word that is not the best
         row, page = (largest >= least).nonzero(as_tuple=True)
         place, word = (products[row, page] >= least[row, page][:, None]).nonzero(as_tuple=True)
-        row, word = row[place], (word + page[place] * PAGE).clamp_(max=len(self.words) - 1)
         self.multiplied += len(word)
         self.asked += len(states) * len(self.words)
-        return _best(row, word, (states[row] * self.words[word]).sum(1).float(), len(states))
+        if len(word) > MOST_LEFT:  # as where all words are the same
+            return most_probable_words(states, self.words)
+        row, word = row[place], (word + page[place] * PAGE).clamp_(max=len(self.words) - 1)
+        return _best(row, word, (states[row] * self.words[word].float()).sum(1), len(states))
 
 
 def _packed(whole: Tensor, scales: Tensor) -> Any:
