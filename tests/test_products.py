@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from calm import products
-from calm.products import MANY, FewRowsLinear, few_rows_product, long_product, prepare_for_few_rows
+from calm.products import MANY, FewRowsLinear, few_rows_product, long_product, prepare_for_few_rows, side_by_side
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9, MANY, MANY + 1])
@@ -82,3 +82,60 @@ def test_layers_of_other_kinds_stay():
     assert list(model.state_dict()) == list(nn.Sequential(nn.Linear(4, 4), Other(4, 4), nn.LayerNorm(4)).state_dict())
     prepare_for_few_rows(model, nn.Linear)
     assert type(model[0]) is nn.Linear
+
+
+def weights_of(layers) -> list[torch.Tensor]:
+    return [layer.weight.detach().clone() for layer in layers]
+
+
+@pytest.mark.parametrize("count", [1, 2, 70])
+@pytest.mark.parametrize("kinds", [(nn.Linear, nn.Linear), (FewRowsLinear, nn.Linear, FewRowsLinear), (nn.Linear,)])
+def test_layers_side_by_side(monkeypatch, count, kinds):
+    monkeypatch.setattr(products, "SMALL", 0)
+    torch.manual_seed(0)
+    layers = [kind(8, 4 * (k + 1), bias=False) for k, kind in enumerate(kinds)]
+    before, rows = weights_of(layers), torch.randn(count, 8)
+    with torch.no_grad():
+        found = side_by_side(layers)(rows)
+        torch.testing.assert_close(found, torch.cat([rows @ weight.T for weight in before], dim=1))
+    places = [layer.weight.data_ptr() for layer in layers]
+    side_by_side(layers)
+    assert [layer.weight.data_ptr() for layer in layers] == places  # they lie well already
+    for layer, weight in zip(layers, before, strict=True):
+        assert torch.equal(layer.weight, weight)
+        assert layer.weight.requires_grad
+
+
+def test_layers_side_by_side_share_their_weights_with_what_trains():
+    layers = [nn.Linear(8, 4, bias=False) for _ in range(2)]
+    product, rows = side_by_side(layers), torch.randn(3, 8)
+    sum(layer(rows).square().sum() for layer in layers).backward()
+    torch.optim.SGD([layer.weight for layer in layers], lr=0.1).step()
+    with torch.no_grad():
+        torch.testing.assert_close(product(rows), torch.cat([layer(rows) for layer in layers], dim=1))
+
+
+def test_neighbours_in_memory_that_are_in_another_order_are_moved():
+    layers = [nn.Linear(8, 4, bias=False) for _ in range(2)]
+    side_by_side(layers)
+    before, rows = weights_of(layers), torch.randn(1, 8)
+    with torch.no_grad():
+        found = side_by_side(layers[::-1])(rows)
+        torch.testing.assert_close(found, torch.cat([rows @ weight.T for weight in before[::-1]], dim=1))
+        torch.testing.assert_close(layers[0](rows), rows @ before[0].T)
+
+
+def test_layers_that_are_no_single_matrix_are_called_one_by_one():
+    class Twice(nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    with torch.inference_mode():
+        frozen = nn.Linear(8, 4, bias=False)
+    rows = torch.randn(2, 8)
+    for layers in ([nn.Linear(8, 4), nn.Linear(8, 6)], [Twice(8, 4, bias=False)], [frozen, frozen]):
+        places = [layer.weight.data_ptr() for layer in layers]
+        with torch.no_grad():
+            found = side_by_side(layers)(rows)
+            torch.testing.assert_close(found, torch.cat([layer(rows) for layer in layers], dim=1))
+        assert [layer.weight.data_ptr() for layer in layers] == places

@@ -15,6 +15,7 @@ from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import check_positions
 from calm.noise import RowNoise, draw_uniform
 from calm.products import prepare_for_few_rows
+from calm.sampling.llama_step import LlamaStep, takes_steps
 from calm.sampling.mixture import sample_mixture
 from calm.sampling.next_chunk import Chosen, Sampling, next_chunks, sure
 from calm.sampling.vocabulary import search_of
@@ -45,13 +46,14 @@ class CalmPredictor:
     def __init__(self, model: CalmForCausalLM):
         self.model = model
         prepare_for_few_rows(model)
+        self.last_states = LastStates(model.backbone)
         self.chunk_size, self.knows_fill = model.config.chunk_size, model.config.knows_fill
 
     def resolve(self, sampling: Sampling) -> Sampling:
         return sampling.of(self.model.config)
 
     def read(self, chunks: Tensor, there: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        return _last_states(self.model.backbone, self.model.embed(chunks), there, positions, cache)
+        return self.last_states(self.model.embed(chunks), there, positions, cache)
 
     def choose(self, hidden: Tensor, sampling: Sampling, noise: RowNoise) -> Chosen:
         return next_chunks(self.model, search_of(self.model.autoencoder), hidden, sampling, noise)
@@ -65,6 +67,7 @@ class SoftmaxPredictor:
     def __init__(self, model: PreTrainedModel):
         self.model = model
         prepare_for_few_rows(model)
+        self.last_states = LastStates(model.base_model)
         self.embed: Any = model.get_input_embeddings()
         self.project: Any = model.get_output_embeddings()
 
@@ -74,7 +77,7 @@ class SoftmaxPredictor:
         return sampling
 
     def read(self, chunks: Tensor, there: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        return _last_states(self.model.base_model, self.embed(chunks[..., 0]), there, positions, cache)
+        return self.last_states(self.embed(chunks[..., 0]), there, positions, cache)
 
     def choose(self, hidden: Tensor, sampling: Sampling, noise: RowNoise) -> Chosen:
         logs = self.project(hidden).float().log_softmax(-1)[:, None]  # (B, 1, V)
@@ -82,14 +85,23 @@ class SoftmaxPredictor:
         return Chosen(tokens, sure(torch.ones_like(tokens[:, 0])), found[:, 0].exp(), found)
 
 
-def _last_states(backbone: Any, embedded: Tensor, there: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-    return backbone(
-        inputs_embeds=embedded,
-        attention_mask=there.long(),
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-    ).last_hidden_state[:, -1]
+class LastStates:
+    """States behind the last of some embedded positions (B, L, H): (B, H)."""
+
+    def __init__(self, backbone: Any):
+        self.backbone = backbone
+        self.step = LlamaStep(backbone) if takes_steps(backbone) else None
+
+    def __call__(self, embedded: Tensor, there: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        if self.step is not None and embedded.shape[1] == 1 and cache.layers:
+            return self.step(embedded, there, positions, cache)
+        return self.backbone(
+            inputs_embeds=embedded,
+            attention_mask=there.long(),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]
 
 
 def readable(predictor: Predictor, prompt: list[int]) -> list[int]:

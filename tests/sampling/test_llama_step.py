@@ -1,0 +1,155 @@
+"""A step through a Llama against transformers' own forward pass."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModel, DynamicCache, LlamaConfig, LlamaModel, Qwen2Config
+
+from calm.models.int8 import to_int8
+from calm.sampling.llama_step import LlamaStep, takes_steps
+from calm.sampling.predictor import LastStates
+
+SIZES = {
+    "vocab_size": 11,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+STRETCHED = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # fp32, three layers, sums in another order
+
+
+def llama(**fields) -> LlamaModel:
+    torch.manual_seed(0)
+    model = LlamaModel(LlamaConfig(**(SIZES | fields))).eval()
+    for name, weight in model.named_parameters():  # norms begin as ones, which would hide whose weight is whose
+        torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.3)
+    return model
+
+
+def texts(rows: int, length: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What is read, which places are there (each text begins one later than the text before), and their positions."""
+    there = torch.arange(length) >= torch.arange(rows)[:, None]
+    embedded = torch.randn(rows, length, SIZES["hidden_size"], generator=torch.Generator().manual_seed(rows))
+    return embedded, there, (there.long().cumsum(1) - 1).clamp(min=0)
+
+
+@torch.no_grad()
+def assert_same_states(ours, plain: LlamaModel, rows: int, read: int = 2, **tolerance) -> None:
+    """`ours` reads some places at once and the others step by step, `plain` everything at once, for each of them."""
+    embedded, there, positions = texts(rows)
+    cache = DynamicCache()
+    for first, last in [(0, read), *((k, k + 1) for k in range(read, embedded.shape[1]))]:
+        found = ours(embedded[:, first:last], there[:, :last], positions[:, first:last], cache)
+        mask, places = there[:, :last].long(), positions[:, :last]
+        whole = plain(inputs_embeds=embedded[:, :last], attention_mask=mask, position_ids=places, use_cache=False)
+        shown = there[:, last - 1]  # a text that has not begun yet has no state
+        expected = whole.last_hidden_state[:, -1]
+        torch.testing.assert_close(found[shown], expected[shown], **(tolerance or TOLERANCE))
+        assert cache.get_seq_length() == last
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"num_key_value_heads": 2},  # shared by pairs of heads
+        {"num_key_value_heads": 1, "head_dim": 12},
+        {"attention_bias": True, "mlp_bias": True},
+        {"hidden_act": "gelu", "rms_norm_eps": 0.1},
+        {"rope_parameters": STRETCHED},
+    ],
+)
+def test_states_are_those_of_transformers(rows, fields):
+    model = llama(**fields)
+    reads = LastStates(model)
+    assert reads.step is not None
+    assert_same_states(reads, copy.deepcopy(model), rows)
+
+
+def test_a_text_of_one_position_is_read_without_a_step():
+    model = llama()
+    assert_same_states(LastStates(model), copy.deepcopy(model), rows=1, read=1)
+
+
+def test_weights_that_train_go_on_are_seen():
+    model = llama()
+    reads = LastStates(model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.1)
+    assert_same_states(reads, copy.deepcopy(model), rows=2)
+
+
+def test_in_other_numbers():
+    """Weights that were moved are taken where they are now, also when a step was made for them before."""
+    model = llama()
+    LlamaStep(model)
+    model.bfloat16()
+    reads = LastStates(model)
+    embedded, there, positions = texts(1)
+    cache = DynamicCache()
+    with torch.no_grad():
+        reads(embedded[:, :5].bfloat16(), there[:, :5], positions[:, :5], cache)
+        found = reads(embedded[:, 5:].bfloat16(), there, positions[:, 5:], cache)
+        expected = model(inputs_embeds=embedded.bfloat16(), position_ids=positions).last_hidden_state[:, -1]
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.1)  # bf16 has three digits
+
+
+def test_in_eight_bits():
+    """The layers are others then, and called one by one; one row, as all rows of a batch share a scale."""
+    model = llama()
+    to_int8(model)
+    reads = LastStates(model)
+    assert reads.step is not None
+    embedded, there, positions = texts(1)
+    caches = DynamicCache(), DynamicCache()
+    library = LastStates(model)
+    library.step = None
+    with torch.no_grad():
+        for cache, way in zip(caches, (reads, library), strict=True):
+            way(embedded[:, :5], there[:, :5], positions[:, :5], cache)
+        found, expected = (
+            way(embedded[:, 5:], there, positions[:, 5:], cache)
+            for cache, way in zip(caches, (reads, library), strict=True)
+        )
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)  # a last digit may round the other way
+
+
+def other_backbone():
+    return AutoModel.from_config(Qwen2Config(**SIZES)).eval()
+
+
+def hooked():
+    model = llama()
+    model.layers[1].register_forward_pre_hook(lambda *_: None)
+    return model
+
+
+def replaced():
+    model = llama()
+    model.layers[2].forward = model.layers[2].forward  # as libraries do that move weights between devices
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [other_backbone, hooked, replaced, lambda: llama().train(), lambda: llama(attn_implementation="eager")]
+)
+def test_who_does_not_take_steps(make):
+    assert not takes_steps(make())
+
+
+def test_a_model_is_saved_and_loaded_as_before(tmp_path):
+    """Weights that lie one behind the other are files of their own."""
+    model, plain = llama(), llama()
+    LlamaStep(model)
+    model.save_pretrained(tmp_path)
+    loaded = LlamaModel.from_pretrained(tmp_path)
+    assert list(loaded.state_dict()) == list(plain.state_dict())
+    for name, weight in plain.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight)
