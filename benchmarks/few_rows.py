@@ -1,4 +1,4 @@
-"""Products with few rows (calm.products) and a cache with room (calm.sampling.cache) against the plain ones.
+"""Products with few rows (calm.products), a cache with room and steps of few calls (calm.sampling) against plain ones.
 
     python benchmarks/few_rows.py                    products of CALM-M's shapes, then steps of a laptop model
     python benchmarks/few_rows.py --size paper       the same, with steps of CALM-M with 128,257 words
@@ -23,6 +23,7 @@ from calm.bench.generation import STEPS, reading
 from calm.bench.models import RECIPES, VOCABULARIES, config_of, model_of
 from calm.products import FewRowsLinear, few_rows_product, long_product, prepare_for_few_rows
 from calm.sampling import batch as batches
+from calm.sampling import predictor
 
 SHAPES = {"(1024, 2752)": (2752, 1024), "(2752, 1024)": (1024, 2752), "(1024, 1024)": (1024, 1024)}  # of CALM-M
 WORDS = {"(512, 128257)": (128_257, 512)}
@@ -54,7 +55,7 @@ def every(matrices: list[Tensor], way: Callable[[Tensor], object]) -> Callable[[
 
 
 def steps(size: str, context: int, rounds: int) -> None:
-    """Steps of texts that go on, with our layers and cache, and with torch's and transformers' own."""
+    """Steps of texts that go on, with our layers, cache and steps, and with torch's and transformers' own."""
     for kind, recipe in RECIPES[size].items():
         if kind == "Transformer":
             continue
@@ -63,17 +64,20 @@ def steps(size: str, context: int, rounds: int) -> None:
         ids = torch.randint(3, 4096, (1, context * model.config.chunk_size))
         for count in BATCHES if context < 100 else (1,):
             ours = generation.steps(model, ids.expand(count, -1), rounds)
-            with mock.patch.object(batches, "roomy_cache", DynamicCache):
+            with (
+                mock.patch.object(batches, "roomy_cache", DynamicCache),
+                mock.patch.object(predictor, "takes_steps", return_value=False),
+            ):
                 plain = generation.steps(model, ids.expand(count, -1), rounds)
 
             ways = {
                 "ours": with_layers(model, FewRowsLinear, ours),
-                "plain layers and cache": with_layers(model, nn.Linear, plain),
+                "plain": with_layers(model, nn.Linear, plain),
                 "reading": reading(model),
             }
             times = take_turns(ways, rounds)
             shown = [f"{name} {1e3 * statistics.median(seconds) / STEPS:.1f} ms" for name, seconds in times.items()]
-            gain = ratios(times["plain layers and cache"], times["ours"])
+            gain = ratios(times["plain"], times["ours"])
             share = statistics.median(ratios(times["reading"], times["ours"]))
             print(
                 f"{recipe}, {count} texts of {context} chunks: {', '.join(shown)}; {statistics.median(gain):.2f} times "

@@ -28,6 +28,7 @@ from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig, make_backbone_config
 from calm.models.loading import load_autoencoder, load_calm, load_softmax
 from calm.products import prepare_for_few_rows
+from calm.sampling.predictor import LastStates
 from calm.sampling.vocabulary import VocabularySearch, search_of
 
 VOCABULARY, PROMPT, NEW = 128_257, 64, 64
@@ -108,7 +109,7 @@ def timed_parts(model: Any, run: Callable[[], Any]) -> dict[str, float]:
 
     decoder, chain = model.autoencoder.decoder, model.config.is_chain
     undo = [
-        wrap(model.backbone, "forward", "backbone"),
+        wrap(LastStates, "__call__", "backbone"),
         wrap(model.head, "forward" if chain else "sample", "head"),
         wrap(decoder, "chunk_states", "decoder"),
         wrap(decoder, "token_states", "decoder"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from calm.noise import pick
 from calm.products import long_product
 
-SLICE_ELEMENTS = 2**23  # logits held at once: 32 MB in fp32
+SLICE_ELEMENTS = 2**24  # logits held at once: 64 MB in fp32
 
 
 class _SlicedCrossEntropy(torch.autograd.Function):
@@ -34,7 +34,10 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             gradient = gradient.mul_(weights[here, None]).to(states.dtype)
             with torch.autocast(states.device.type, enabled=False):
                 grad_states[here] = gradient @ words
-                grad_words += (gradient.T @ states[here]).float()
+                if gradient.dtype == torch.float32:
+                    grad_words.addmm_(gradient.T, states[here])  # no second matrix of all words
+                else:
+                    grad_words += (gradient.T @ states[here]).float()
         ctx.save_for_backward(grad_states, grad_words.to(words.dtype))
         return total
 
