@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from calm.allocator import keep_memory
 from calm.config import load_config
 from calm.data.shards import PreparedData
 from calm.models.calm import CalmForCausalLM
@@ -138,6 +139,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--candidates", type=int, default=200)
     options = parser.parse_args()
+    keep_memory()
     torch.set_num_threads(options.threads)
     model, baseline = build(options)
     trained: Any = None
