@@ -5,7 +5,8 @@ frozen weights    2 copies: weight, and the checkpoint's
 a checkpoint      goes into files one after the other, each of which is in memory while it is made
 activations       a few vectors a position and layer, as counted below; what is computed with them, and the pieces in
                   which memory lies, take a fifth as much again (measured: docs/performance.md)
-gradients         come while activations go: the larger of both counts
+gradients         come while activations go: the larger of both counts; the words of an autoencoder, which it reads and
+                  writes, get one from either end and then their sum
 """
 
 from typing import Any
@@ -29,8 +30,10 @@ def training_memory(model: nn.Module, config: RunConfig, rows: float, processes:
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     states = NUMBER * (6 * trained + 2 * frozen) / processes
     file = min(LARGEST_FILE, NUMBER * (3 * trained + frozen) / processes)
+    gradients = trained
     length, size = config.data.sequence_length, config.data.chunk_size
     if isinstance(model, ChunkAutoencoder):
+        gradients += 2 * model.embedding.weight.numel()
         kept = (length + size) * _autoencoder_token(model.config)
     elif isinstance(model, CalmForCausalLM):
         kept = length // size * _calm_position(model, config.train.gradient_checkpointing)
@@ -38,7 +41,7 @@ def training_memory(model: nn.Module, config: RunConfig, rows: float, processes:
         backbone: Any = model.config
         kept = (length + size) * (_backbone(backbone, config.train.gradient_checkpointing) + 3 * backbone.vocab_size)
     number = NUMBER if config.train.precision == "fp32" else 2
-    return states + file + max(AROUND * number * rows * kept, NUMBER * trained / processes) + LIBRARIES
+    return states + file + max(AROUND * number * rows * kept, NUMBER * gradients / processes) + LIBRARIES
 
 
 def _autoencoder_token(config: ChunkAutoencoderConfig) -> float:
