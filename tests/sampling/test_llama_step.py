@@ -1,14 +1,18 @@
 """A step through a Llama against transformers' own forward pass."""
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModel, DynamicCache, LlamaConfig, LlamaModel, Qwen2Config
 
 from calm.models.int8 import to_int8
+from calm.models.loading import located
 from calm.sampling.llama_step import LlamaStep, takes_steps
 from calm.sampling.predictor import LastStates
+from calm.sampling.text import Writer
 
 SIZES = {
     "vocab_size": 11,
@@ -153,3 +157,12 @@ def test_a_model_is_saved_and_loaded_as_before(tmp_path):
     assert list(loaded.state_dict()) == list(plain.state_dict())
     for name, weight in plain.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight)
+
+
+def test_a_writer_in_eight_bits_takes_steps_in_eight_bits():
+    writer = Writer(located(Path("bundled")), int8=True)
+    step: Any = writer.predictor.last_states.step  # pyright: ignore[reportAttributeAccessIssue]
+    part, rows = step.layers[0], torch.randn(1, writer.model.config.hidden_size)
+    with torch.no_grad():
+        one_by_one = [layer(rows) for layer in (part.attention.q_proj, part.attention.k_proj, part.attention.v_proj)]
+        assert torch.equal(part.project(rows), torch.cat(one_by_one, dim=-1))

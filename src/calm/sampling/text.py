@@ -7,6 +7,7 @@ turn out to be the beginning of a stop string.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -96,10 +97,13 @@ class Writer:
     """A model and its tokenizer, which continue texts; `int8` reads its matrices in eight bits."""
 
     def __init__(self, directory: Path, device: torch.device | str = "cpu", *, int8: bool = False):
-        self.predictor = _predictor(directory)
-        self.model = self.predictor.model.to(torch.device(device)).eval()
+        calm = model_type(directory) in KINDS
+        loaded: Any = load_calm(directory) if calm else load_softmax(directory)
+        self.model = loaded.to(torch.device(device)).eval()
         if int8:
             to_int8(self.model)
+        # after weights have come where they stay: a predictor lays them out
+        self.predictor: Predictor = CalmPredictor(self.model) if calm else SoftmaxPredictor(self.model)
         if not (directory / "tokenizer.json").exists():
             raise UserError(f"{directory} holds no tokenizer.json, so it cannot read or write text; put its own there")
         self.tokenizer = load_tokenizer(str(directory))
@@ -152,9 +156,3 @@ class Writer:
 def noise_seed(seed: int, number: int) -> int:
     """What seeds the noise of the text with this number."""
     return int(mix(seed, NOISE_OF_TEXTS, number) >> 1)
-
-
-def _predictor(directory: Path) -> Predictor:
-    if model_type(directory) in KINDS:
-        return CalmPredictor(load_calm(directory))
-    return SoftmaxPredictor(load_softmax(directory))
