@@ -22,7 +22,6 @@ from calm.bench.clock import ratios, take_turns
 from calm.bench.generation import STEPS, reading
 from calm.bench.models import RECIPES, VOCABULARIES, config_of, model_of
 from calm.products import FewRowsLinear, few_rows_product, long_product, prepare_for_few_rows
-from calm.sampling import batch as batches
 from calm.sampling import predictor
 
 SHAPES = {"(1024, 2752)": (2752, 1024), "(2752, 1024)": (1024, 2752), "(1024, 1024)": (1024, 1024)}  # of CALM-M
@@ -65,7 +64,7 @@ def steps(size: str, context: int, rounds: int) -> None:
         for count in BATCHES if context < 100 else (1,):
             ours = generation.steps(model, ids.expand(count, -1), rounds)
             with (
-                mock.patch.object(batches, "roomy_cache", DynamicCache),
+                mock.patch.object(predictor, "transformers_cache", DynamicCache),
                 mock.patch.object(predictor, "takes_steps", return_value=False),
             ):
                 plain = generation.steps(model, ids.expand(count, -1), rounds)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import near_ties
 import psutil
 
-from calm.models.loading import located
+from calm.models.directories import located
 from calm.sampling.text import Writer
 
 PROMPTS = ("And God said", "In the beginning", "The LORD is my", "Blessed are", "", "And it came to pass that")

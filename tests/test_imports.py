@@ -92,6 +92,13 @@ def test_import_calm_is_light_and_still_registers_the_auto_classes():
         assert done.stdout.strip() == "ChunkAutoencoder CalmForCausalLM", first + done.stderr
 
 
+def test_writing_with_a_model_imports_no_transformers():
+    command = ["generate", "bundled", "And God said", "--max-new-tokens", "8", "--temperature", "0.5"]
+    found = loaded_by(f"from calm.cli import app; app({command}, standalone_mode=False)")
+    assert "torch" in found
+    assert not {"transformers", "torch._dynamo", "sympy"} & found  # each takes a second or more
+
+
 def test_help_and_workers_import_neither_torch_nor_transformers():
     heavy = {"torch", "transformers"}
     assert not heavy & loaded_by("from calm.cli import app; app(['--help'], standalone_mode=False)")

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from calm.errors import UserError
+from calm.models.directories import located
 from calm.models.int8 import to_int8
-from calm.models.loading import load_calm, load_softmax, located
+from calm.models.loading import load_calm, load_softmax
 from calm.products import prepare_for_few_rows
 from calm.sampling.next_chunk import Sampling
 from calm.sampling.text import Writer

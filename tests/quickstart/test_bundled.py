@@ -5,7 +5,7 @@ import re
 
 from pybible import Bible
 
-from calm.models.loading import BUNDLED, located
+from calm.models.directories import BUNDLED, located
 
 
 def test_it_is_small_and_says_where_it_came_from(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from calm.sampling.cache import ROOM, roomy_cache
+from calm.sampling.cache import ROOM, RoomyCache, transformers_cache
 
 
 def states(length: int, seed: int, rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -15,17 +15,19 @@ def states(length: int, seed: int, rows: int = 2) -> tuple[torch.Tensor, torch.T
 
 def both(lengths: list[int], change=lambda states: states, at: int = -1):
     """A roomy cache and a plain one that were given the same; their states are changed before one of the updates."""
-    caches = roomy_cache(), DynamicCache()
-    found = []
+    caches = transformers_cache(), DynamicCache()
+    alone = RoomyCache(1)
     for number, length in enumerate(lengths):
         given = states(length, number, 1 if -1 < at <= number else 2)
-        for cache in caches:
+        for cache in (*caches, alone):
             if number == at:
                 layer = cache.layers[0]
                 layer.keys, layer.values = change(layer.keys), change(layer.values)
-        found = [cache.update(*given, 0) for cache in caches]
-        for ours, plain in zip(*found, strict=True):
+        found = [*(cache.update(*given, 0) for cache in caches), alone.layers[0].update(*given)]
+        for ours, plain, without_transformers in zip(*found, strict=True):
             assert torch.equal(ours, plain)
+            assert torch.equal(without_transformers, plain)
+        assert alone.get_seq_length() == caches[1].get_seq_length()
     return caches
 
 
@@ -35,7 +37,7 @@ def test_it_holds_what_a_plain_cache_holds():
 
 
 def test_a_step_copies_nothing_while_there_is_room():
-    cache = roomy_cache()
+    cache = transformers_cache()
     cache.update(*states(5, 0), 0)
     places = set()
     for number in range(ROOM):
@@ -58,7 +60,7 @@ def test_what_others_put_in_its_place_counts(change):
 
 def test_fronts_that_were_handed_out_stay_as_they_were():
     """A view that somebody kept is written over by nobody, also if another takes the room behind it."""
-    cache = roomy_cache()
+    cache = transformers_cache()
     first, _ = cache.update(*states(5, 0), 0)
     kept, copy = first, first.clone()
     cache.update(*states(1, 1), 0)
@@ -69,7 +71,7 @@ def test_fronts_that_were_handed_out_stay_as_they_were():
 
 
 def test_batches_begin_anew():
-    cache = roomy_cache()
+    cache = transformers_cache()
     cache.update(*states(5, 0), 0)
     cache.reset()
     keys, _ = cache.update(*states(2, 1), 0)

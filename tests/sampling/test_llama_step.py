@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, DynamicCache, LlamaConfig, LlamaModel, Qwen2Config
+from transformers import AutoModel, LlamaConfig, LlamaModel, Qwen2Config
 
+from calm.models.directories import located
 from calm.models.int8 import to_int8
-from calm.models.loading import located
 from calm.sampling.llama_step import LlamaStep, takes_steps
 from calm.sampling.predictor import LastStates
 from calm.sampling.text import Writer
@@ -45,7 +45,7 @@ def texts(rows: int, length: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch
 def assert_same_states(ours, plain: LlamaModel, rows: int, read: int = 2, **tolerance) -> None:
     """`ours` reads some places at once and the others step by step, `plain` everything at once, for each of them."""
     embedded, there, positions = texts(rows)
-    cache = DynamicCache()
+    cache = ours.cache()
     for first, last in [(0, read), *((k, k + 1) for k in range(read, embedded.shape[1]))]:
         found = ours(embedded[:, first:last], there[:, :last], positions[:, first:last], cache)
         mask, places = there[:, :last].long(), positions[:, :last]
@@ -75,9 +75,24 @@ def test_states_are_those_of_transformers(rows, fields):
     assert_same_states(reads, copy.deepcopy(model), rows)
 
 
-def test_a_text_of_one_position_is_read_without_a_step():
+@pytest.mark.parametrize("read", [1, 6])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_texts_of_one_position_and_prompts_alone(rows, read):
     model = llama()
-    assert_same_states(LastStates(model), copy.deepcopy(model), rows=1, read=1)
+    assert_same_states(LastStates(model), copy.deepcopy(model), rows, read)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 3])
+def test_several_positions_behind_a_cache(rows):
+    model = llama()
+    embedded, there, positions = texts(rows)
+    reads = LastStates(model)
+    cache = reads.cache()
+    for first, last in [(0, 3), (3, 5), (5, 6)]:
+        found = reads(embedded[:, first:last], there[:, :last], positions[:, first:last], cache)
+    whole = model(inputs_embeds=embedded, attention_mask=there.long(), position_ids=positions, use_cache=False)
+    torch.testing.assert_close(found, whole.last_hidden_state[:, -1], **TOLERANCE)
 
 
 def test_weights_that_train_go_on_are_seen():
@@ -96,7 +111,7 @@ def test_in_other_numbers():
     model.bfloat16()
     reads = LastStates(model)
     embedded, there, positions = texts(1)
-    cache = DynamicCache()
+    cache = reads.cache()
     with torch.no_grad():
         reads(embedded[:, :5].bfloat16(), there[:, :5], positions[:, :5], cache)
         found = reads(embedded[:, 5:].bfloat16(), there, positions[:, 5:], cache)
@@ -112,9 +127,9 @@ def test_in_eight_bits():
     reads = LastStates(model)
     assert reads.step is not None
     embedded, there, positions = texts(1)
-    caches = DynamicCache(), DynamicCache()
     library = LastStates(model)
     library.step = None
+    caches = reads.cache(), library.cache()
     with torch.no_grad():
         for cache, way in zip(caches, (reads, library), strict=True):
             way(embedded[:, :5], there[:, :5], positions[:, :5], cache)

@@ -19,7 +19,7 @@ import httpx
 import near_ties  # of benchmarks
 import pytest
 
-from calm.models.loading import located
+from calm.models.directories import located
 from calm.sampling.text import Writer
 
 pytestmark = pytest.mark.slow

@@ -6,8 +6,6 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from transformers.utils import logging
-
 from calm.bench.clock import Row, row
 from calm.bench.machine import Machine
 from calm.bench.models import SETTINGS, SHORT
@@ -51,7 +49,6 @@ def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
 
 def most_held(recipe: str, settings: list[str], output: str) -> float:
     """Bytes that a training adds to a process which has trained before: libraries take theirs at the first step."""
-    logging.disable_progress_bar()
     data = next(setting for setting in settings if setting.startswith("data.sets.0.path"))
     train(load_config(WARM_UP, [data, "train.steps=2", "train.evaluation_batches=1"]), f"{output}-warm-up")
     before = _bytes("VmRSS")

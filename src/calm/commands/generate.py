@@ -6,11 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from transformers.utils import logging
-
 from calm import console
 from calm.errors import INTERRUPTED, UserError
-from calm.models.loading import located
+from calm.models.directories import located
 from calm.processes import default_device
 from calm.sampling.next_chunk import Sampling
 from calm.sampling.text import Writer
@@ -27,7 +25,6 @@ class Wanted(NamedTuple):
 
 
 def generate(model: Path, wanted: Wanted, sampling: Sampling, int8: bool, show_chunks: bool, as_json: bool) -> None:
-    logging.disable_progress_bar()
     with console.stderr.status("loading") if console.stderr.is_terminal else nullcontext():
         writer = Writer(located(model), default_device(), int8=int8)
     sampling = writer.predictor.resolve(sampling)

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from transformers.utils import logging
-
 from calm import console
 from calm.quickstart.plan import Plan
 from calm.quickstart.report import next_commands
@@ -12,7 +10,6 @@ from calm.quickstart.run import quickstart as run
 
 
 def quickstart(plan: Plan, output: Path, as_json: bool) -> None:
-    logging.disable_progress_bar()
     results = run(plan, output, console.StageScreen())
     if as_json:
         console.print_json(results)

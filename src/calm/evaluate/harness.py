@@ -47,7 +47,7 @@ class HarnessModel(LM):
         **_: Any,
     ):
         super().__init__()
-        self.writer = Writer(Path(pretrained), device or default_device())
+        self.writer = Writer(Path(pretrained), device or default_device(), plain=False)  # it has likelihoods, too
         self.model, self.tokenizer = self.writer.model, self.writer.tokenizer
         self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 8
         self.seed, self.num_latents = int(seed), int(num_latents)

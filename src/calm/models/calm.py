@@ -1,58 +1,34 @@
-"""The continuous language model of §3: read chunks of K tokens, predict the latent of the next one.
+"""The continuous language model of §3 as it is trained: the network on a backbone of transformers, with its loss.
 
     chunks (B, L, K) ─► chunk embedding ─► backbone ─► hidden (B, L, H) ─► head ─► latent of the next chunk ─► tokens
 
 Position i predicts chunk i + 1. The autoencoder inside is frozen and in eval mode, whatever happens around it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
-from calm.errors import ConfigError, UserError
+from calm.errors import ConfigError
 from calm.files import write_atomic
-from calm.heads import LATENT_HEADS, ChainHead, LatentHead
+from calm.heads import ChainHead
 from calm.heads.common import masked_mean
 from calm.models.autoencoder import ChunkAutoencoder, count_chunks
 from calm.models.backbone import build_transformer, transformer_layers
 from calm.models.card import model_card
-from calm.models.chunk_embedding import ChunkEmbedding
-from calm.models.configuration import CalmConfig, check_positions
+from calm.models.configuration import CalmConfig
+from calm.models.fields import check_positions
+from calm.models.network import CalmNetwork
 from calm.models.posterior import Posterior
-from calm.noise import RowNoise, Source, draw_normal, draw_uniform
+from calm.noise import RowNoise, Source
 from calm.scores.tokens import Words, token_nats
-from calm.scores.vocabulary import drawn_words
 
-Search = Callable[[Tensor], Tensor]  # the most probable words of states (n, d)
 IGNORED = -100  # labels that transformers leaves out of a loss
-HEAD_FIELDS = {
-    "energy": ("num_model_samples", "num_target_samples", "alpha", "noise_size"),
-    "mean-flow": ("num_model_samples",),
-    "flow": ("num_model_samples", "sampler", "num_sampling_steps"),
-    "diffusion": ("num_model_samples", "num_sampling_steps", "largest_latent"),
-}
-
-
-def build_head(config: CalmConfig) -> LatentHead | ChainHead:
-    if config.is_chain:
-        word_size = config.autoencoder_config.hidden_size
-        own_words = config.vocab_size if config.own_words else None
-        return ChainHead(config.hidden_size, word_size, config.chunk_size, config.num_head_layers, own_words)
-    fields = {name: getattr(config, name) for name in HEAD_FIELDS[config.head]}
-    return LATENT_HEADS[config.head](config.hidden_size, config.latent_size, config.num_head_layers, **fields)
-
-
-def _finite(numbers: Tensor) -> Tensor:
-    if not bool(numbers.isfinite().all()):
-        raise UserError("the model's numbers are not finite: its weights are damaged")
-    return numbers
 
 
 @dataclass
@@ -62,9 +38,10 @@ class CalmOutput(ModelOutput):
     past_key_values: Cache | None = None
 
 
-class CalmForCausalLM(PreTrainedModel):
+class CalmForCausalLM(CalmNetwork, PreTrainedModel):
     config_class = CalmConfig
     config: CalmConfig
+    autoencoder: ChunkAutoencoder
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -75,10 +52,9 @@ class CalmForCausalLM(PreTrainedModel):
 
     def __init__(self, config: CalmConfig):
         super().__init__(config)
-        self.backbone = build_transformer(AutoModel, config.backbone_config)
-        self.chunk_embedding = ChunkEmbedding(config, self.backbone.get_input_embeddings())
-        self.backbone.set_input_embeddings(None)  # it is the chunk embedding's, or unused
-        self.head = build_head(config)
+        backbone = build_transformer(AutoModel, config.backbone_config)
+        self.add_parts(backbone, backbone.get_input_embeddings())
+        backbone.set_input_embeddings(None)  # it is the chunk embedding's, or unused
         self.autoencoder = ChunkAutoencoder(config.autoencoder_config)
         self.post_init()
         self.head.initialize()  # a module without parameters of its own is none that transformers initialises
@@ -134,18 +110,6 @@ class CalmForCausalLM(PreTrainedModel):
             )
         return input_ids.unflatten(-1, (-1, size))
 
-    def embed(self, chunks: Tensor, latents: Tensor | None = None, generator: Source = None) -> Tensor:
-        """What the backbone reads for chunks (..., K): (..., H).
-
-        A model that reads latents takes those given (..., Z), or the posteriors' means, in training samples of them.
-        """
-        if self.chunk_embedding.reads_latents and latents is None:
-            posterior = self.posterior(chunks)
-            latents = posterior.mean
-            if self.training:
-                latents = posterior.sample(draw_normal(generator, latents, 1, self.config.latent_size)[0])
-        return self.chunk_embedding(chunks, latents)
-
     def hidden_states(
         self,
         input_ids: Tensor,
@@ -168,11 +132,6 @@ class CalmForCausalLM(PreTrainedModel):
             use_cache=past_key_values is not None,
         ).last_hidden_state
 
-    @torch.no_grad()
-    def posterior(self, chunks: Tensor) -> Posterior:
-        """What the frozen autoencoder makes of chunks (..., K)."""
-        return self.autoencoder.encode(chunks)
-
     def predict(
         self, input_ids: Tensor, num_samples: int, generator: Source = None
     ) -> tuple[Tensor, Tensor, Posterior]:
@@ -186,45 +145,6 @@ class CalmForCausalLM(PreTrainedModel):
             return self.posterior(chunks).mean, chunks, true
         latents = self.draw_latents(hidden, num_samples, generator)
         return latents, self.autoencoder.tokens(latents), true
-
-    def draw(
-        self, hidden: Tensor, num_samples: int = 1, generator: Source = None, search: Search | None = None
-    ) -> Tensor:
-        """Chunks that may follow hidden states: (..., H) → (N, ..., K); `search` finds the words of a latent."""
-        if not self.config.is_chain:
-            return self.autoencoder.tokens(self.draw_latents(hidden, num_samples, generator), search)
-        words, size = self.words, self.config.chunk_size
-        uniform = draw_uniform(generator, hidden, num_samples, size)  # (N, ..., K)
-        state = self.next_state(_finite(hidden), words.new_empty(*hidden.shape[:-1], 0, dtype=torch.long))
-        for_all = uniform[..., 0].flatten(1).T.contiguous()  # one state for N samples
-        first = drawn_words(state.flatten(0, -2), words, for_all)
-        chunks = first.T.reshape(uniform.shape[:-1])[..., None]  # (N, ..., 1)
-        for k in range(1, size):
-            states = self.next_state(hidden, chunks)
-            drawn = drawn_words(states.flatten(0, -2), words, uniform[..., k].reshape(-1, 1))
-            chunks = torch.cat([chunks, drawn.view(*chunks.shape[:-1], 1)], dim=-1)
-        return chunks
-
-    def draw_latents(self, hidden: Tensor, num_samples: int = 1, generator: Source = None) -> Tensor:
-        """Samples of the next latent, checked: (..., H) → (N, ..., Z). Not of a chain, which draws tokens."""
-        assert not isinstance(self.head, ChainHead)
-        return _finite(self.head.sample(hidden, num_samples, generator))
-
-    def chain_states(self, hidden: Tensor, chunks: Tensor) -> Tensor:
-        """Of a chain: the states of all tokens of chunks (..., K), each behind the true ones before it: (..., K, d)."""
-        assert isinstance(self.head, ChainHead)
-        return self.head(hidden, self.words[chunks[..., :-1]])
-
-    def next_state(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Of a chain: the state of the token behind the first ones of a chunk (..., k): (..., d)."""
-        assert isinstance(self.head, ChainHead)
-        return self.head(hidden, self.words[before], before.shape[-1])[..., 0, :]
-
-    @property
-    def words(self) -> Tensor:
-        """The vectors of the vocabulary: (V, d)."""
-        own = self.head.own_words if isinstance(self.head, ChainHead) else None
-        return (own or self.autoencoder.embedding).weight
 
     def take_autoencoder(self, autoencoder: ChunkAutoencoder) -> None:
         """The weights of a trained autoencoder; words of the head's own begin as its words."""

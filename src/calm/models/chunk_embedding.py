@@ -7,11 +7,11 @@ both         their sum
 
 from torch import Tensor, nn
 
-from calm.models.configuration import CalmConfig
+from calm.models.fields import CalmFields
 
 
 class ChunkEmbedding(nn.Module):
-    def __init__(self, config: CalmConfig, tokens: nn.Embedding):
+    def __init__(self, config: CalmFields, tokens: nn.Embedding):
         """`tokens` is the backbone's own embedding, which a pretrained one brings along."""
         super().__init__()
         size, kind = config.hidden_size, config.model_input

@@ -11,22 +11,21 @@ import warnings
 from torch import nn
 from torch.ao.quantization import quantize_dynamic
 from torch.ao.quantization.qconfig import per_channel_dynamic_qconfig
-from transformers import PreTrainedModel
 
 from calm.errors import UserError
 from calm.heads import ChainHead
-from calm.models.calm import CalmForCausalLM
+from calm.models.network import CalmNetwork
 from calm.products import prepare_for_few_rows
 
 
-def to_int8(model: PreTrainedModel) -> None:
+def to_int8(model: nn.Module) -> None:
     """Change the linear layers of a model that is not trained any more."""
     if model.device.type != "cpu":
         raise UserError(f"int8 is for CPUs, and the model is on {model.device.type}; leave it out")
     model.requires_grad_(False)
     prepare_for_few_rows(model, nn.Linear)  # of plain layers it knows how
     parts: list[nn.Module] = [model]
-    if isinstance(model, CalmForCausalLM):
+    if isinstance(model, CalmNetwork):
         head = model.head.layers if isinstance(model.head, ChainHead) else model.head  # the rest of it is taken apart
         parts = [model.backbone, model.chunk_embedding, head]
     with warnings.catch_warnings():

@@ -1,6 +1,5 @@
 """Read a saved model; whatever is wrong with its directory is said in one sentence."""
 
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +10,9 @@ from calm.errors import UserError
 from calm.models.autoencoder import ChunkAutoencoder
 from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig
-from calm.models.state_files import field_of, read_object
+from calm.models.directories import model_type
 
-BUNDLED = "bundled"
 KINDS = {ChunkAutoencoderConfig.model_type: "an autoencoder", CalmConfig.model_type: "a CALM language model"}
-
-
-def located(name: Path) -> Path:
-    """A model's directory; the word `bundled` is the one that comes with the package."""
-    return Path(str(files("calm") / BUNDLED)) if str(name) == BUNDLED and not name.exists() else name
-
-
-def model_type(directory: Path) -> str:
-    """What kind of model a directory holds."""
-    path = directory / "config.json"
-    if not path.is_file():
-        hint = f"; its model is in {directory / 'model'}" if (directory / "model" / "config.json").exists() else ""
-        raise UserError(f"{directory} is not a model directory (no config.json in it){hint}")
-    return str(field_of(read_object(path, f"the model in {directory} cannot be read: "), "model_type", path))
 
 
 def load_autoencoder(directory: Path) -> ChunkAutoencoder:
@@ -51,6 +35,11 @@ def load_softmax(directory: Path) -> PreTrainedModel:
     if (kind := model_type(directory)) in KINDS:
         raise UserError(f"{directory} holds {KINDS[kind]}, not a Transformer with a softmax over tokens")
     return _read(directory, AutoModelForCausalLM)
+
+
+def load_writing(directory: Path) -> CalmForCausalLM | PreTrainedModel:
+    """A language model, ours or one with a softmax."""
+    return load_calm(directory) if model_type(directory) in KINDS else load_softmax(directory)
 
 
 def _load(directory: Path, cls: Any, kind: str) -> Any:

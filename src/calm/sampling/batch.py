@@ -8,15 +8,14 @@ noise                    belongs to a text, so whoever is beside it, it is the s
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.cache_utils import Cache
 
 from calm.noise import RowNoise
-from calm.sampling.cache import roomy_cache
+from calm.sampling.cache import Cache
 from calm.sampling.next_chunk import Chosen, Sampling
 from calm.sampling.predictor import Predictor, check_room, readable
 
@@ -88,7 +87,7 @@ class Batch:
     def _clear(self) -> None:
         size, device = self.predictor.chunk_size, self.predictor.model.device
         self.noise = RowNoise([])
-        self.cache = roomy_cache()
+        self.cache = self.predictor.last_states.cache()
         self.there = torch.zeros(0, 0, dtype=torch.bool, device=device)  # (B, L): which places can be attended to
         self.unread = torch.zeros(0, size, dtype=torch.long, device=device)  # (B, K): what the last step chose
 
@@ -145,13 +144,13 @@ class Batch:
         texts, self.joining = self.joining, []
         chunks, there = laid_out(self.predictor, [text.prompt for text in texts], self.end_id, self.fill_id)
         chunks, there = chunks.to(self.unread.device), there.to(self.unread.device)
-        cache = roomy_cache()
+        cache = self.predictor.last_states.cache()
         hidden = self.predictor.read(chunks, there, (there.long().cumsum(1) - 1).clamp(min=0), cache)
         if self.texts:
             length = max(there.shape[1], self.there.shape[1])
             for part, own in ((self.cache, self.there), (cache, there)):
                 _each(part, partial(F.pad, pad=(0, 0, length - own.shape[1], 0)))
-            rows = iter([states for layer in _layers(cache) for states in (layer.keys, layer.values)])
+            rows = iter([states for layer in cache.layers for states in (layer.keys, layer.values)])
             _each(self.cache, lambda states: torch.cat([states, next(rows)]))
             self.there = torch.cat([F.pad(own, (length - own.shape[1], 0)) for own in (self.there, there)])
         else:
@@ -177,13 +176,9 @@ class Batch:
         return shares
 
 
-def _layers(cache: Cache) -> list[Any]:
-    return cache.layers
-
-
 def _each(cache: Cache, change: Callable[[Tensor], Tensor]) -> None:
     """Change all keys and values (B, heads, L, d), layer by layer."""
-    for layer in _layers(cache):
+    for layer in cache.layers:
         layer.keys, layer.values = change(layer.keys), change(layer.values)
 
 

@@ -1,11 +1,22 @@
 """Keys and values of texts that grow, with room behind them: a step writes its own and copies none of the others."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
 
 ROOM = 32  # places at least; beyond that a quarter of what is there
+
+
+class Cache(Protocol):
+    """What a batch asks of the cache of a backbone, ours or transformers'."""
+
+    @property
+    def layers(self) -> Sequence[Any]: ...  # each with `keys` and `values` (B, heads, L, d)
+
+    def get_seq_length(self) -> int: ...
+
+    def batch_select_indices(self, indices: Tensor) -> None: ...
 
 
 class Room:
@@ -28,18 +39,43 @@ class Room:
         return self.front
 
 
-class RoomyLayer(DynamicLayer):
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
+class RoomyLayer:
+    def __init__(self) -> None:
+        self.keys: Any = None
+        self.values: Any = None
         self.room = Room(), Room()
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.keys = self.room[0].behind(self.keys, key_states)
-        self.values = self.room[1].behind(self.values, value_states)
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys = self.room[0].behind(self.keys, keys)
+        self.values = self.room[1].behind(self.values, values)
         return self.keys, self.values
 
 
-def roomy_cache() -> Cache:
-    return Cache(layer_class_to_replicate=RoomyLayer)
+class RoomyCache:
+    def __init__(self, num_layers: int):
+        self.layers = [RoomyLayer() for _ in range(num_layers)]
+
+    def get_seq_length(self) -> int:
+        first = self.layers[0].keys
+        return 0 if first is None else first.shape[-2]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        for layer in self.layers:
+            layer.keys, layer.values = layer.keys[indices], layer.values[indices]
+
+
+def transformers_cache() -> Cache:
+    """The same for a backbone that transformers runs."""
+    from transformers.cache_utils import Cache, DynamicLayer
+
+    class Layer(RoomyLayer, DynamicLayer):
+        def __init__(self, *args: Any, **kwargs: Any):
+            DynamicLayer.__init__(self, *args, **kwargs)
+            RoomyLayer.__init__(self)
+
+        def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            if not self.is_initialized:
+                self.lazy_initialization(keys, values)
+            return super().update(keys, values)
+
+    return Cache(layer_class_to_replicate=Layer)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from calm.errors import ConfigError, did_you_mean
-from calm.models.calm import CalmForCausalLM
-from calm.models.configuration import CalmConfig
+from calm.models.fields import CalmFields
+from calm.models.network import CalmNetwork
 from calm.noise import RowNoise, ScaledNoise, draw_uniform
 from calm.sampling.candidates import UNKNOWN, Candidates
 from calm.sampling.mixture import Cut, Softmaxes, sample_mixture
@@ -75,7 +75,7 @@ class Sampling:
         if not (warm and self.method is None):  # a chain can be warmed: `of` knows
             inverse(self.temperature)
 
-    def of(self, config: CalmConfig) -> "Sampling":
+    def of(self, config: CalmFields) -> "Sampling":
         """With the method that suits a model, where none was named."""
         method = self.method
         if method is None:
@@ -111,7 +111,7 @@ class Chosen(NamedTuple):
 class ModelCandidates(Candidates):
     """Chunks that a model draws behind hidden states (B, H); a row that grows takes noise of its own alone."""
 
-    def __init__(self, model: CalmForCausalLM, search: VocabularySearch, hidden: Tensor, noise: RowNoise, count: int):
+    def __init__(self, model: CalmNetwork, search: VocabularySearch, hidden: Tensor, noise: RowNoise, count: int):
         self.model, self.search, self.hidden, self.noise = model, search, hidden, noise
         super().__init__(torch.empty(len(hidden), 0, model.config.chunk_size, dtype=torch.long, device=hidden.device))
         self.grow(count, torch.ones(len(hidden), dtype=torch.bool, device=hidden.device))
@@ -126,7 +126,7 @@ class ModelCandidates(Candidates):
 class LatentCandidates(ModelCandidates):
     """What the head draws as latents is decoded token by token, when asked."""
 
-    def __init__(self, model: CalmForCausalLM, search: VocabularySearch, hidden: Tensor, noise: RowNoise, count: int):
+    def __init__(self, model: CalmNetwork, search: VocabularySearch, hidden: Tensor, noise: RowNoise, count: int):
         self.states = hidden.new_empty(len(hidden), 0, model.config.autoencoder_config.hidden_size)
         super().__init__(model, search, hidden, noise, count)
 
@@ -148,9 +148,7 @@ class LatentCandidates(ModelCandidates):
         return (states @ self.search.words.T).float().log_softmax(-1)
 
 
-def softmaxes(
-    model: CalmForCausalLM, search: VocabularySearch, hidden: Tensor, noise: RowNoise, count: int
-) -> Softmaxes:
+def softmaxes(model: CalmNetwork, search: VocabularySearch, hidden: Tensor, noise: RowNoise, count: int) -> Softmaxes:
     """The distributions of the next tokens: of so many latents, or the one of a chain."""
     if not model.config.is_chain:
         return LatentCandidates(model, search, hidden, noise, count).log_probabilities
@@ -165,7 +163,7 @@ def softmaxes(
 
 
 def next_chunks(
-    model: CalmForCausalLM, search: VocabularySearch, hidden: Tensor, sampling: Sampling, noise: RowNoise
+    model: CalmNetwork, search: VocabularySearch, hidden: Tensor, sampling: Sampling, noise: RowNoise
 ) -> Chosen:
     """A chunk behind each hidden state (B, H)."""
 
@@ -197,7 +195,7 @@ def next_chunks(
 
 
 def _mixture(
-    model: CalmForCausalLM, search: VocabularySearch, hidden: Tensor, sampling: Sampling, noise: RowNoise
+    model: CalmNetwork, search: VocabularySearch, hidden: Tensor, sampling: Sampling, noise: RowNoise
 ) -> Chosen:
     """As many rows at a time as there is room for their softmaxes."""
     size, count = model.config.chunk_size, sampling.number
@@ -217,7 +215,7 @@ def _mixture(
 
 
 def _exactly(
-    model: CalmForCausalLM, search: VocabularySearch, hidden: Tensor, sampling: Sampling, noise: RowNoise
+    model: CalmNetwork, search: VocabularySearch, hidden: Tensor, sampling: Sampling, noise: RowNoise
 ) -> Chosen:
     """Algorithm 1, row for row: each takes as many draws as it needs."""
     chunks, costs = [], []

@@ -7,14 +7,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from calm.errors import ConfigError
-from calm.models.calm import CalmForCausalLM
-from calm.models.configuration import check_positions
+from calm.models.fields import check_positions
+from calm.models.network import CalmNetwork
 from calm.noise import RowNoise, draw_uniform
 from calm.products import prepare_for_few_rows
+from calm.sampling.cache import Cache, RoomyCache, transformers_cache
 from calm.sampling.llama_step import LlamaStep, takes_steps
 from calm.sampling.mixture import sample_mixture
 from calm.sampling.next_chunk import Chosen, Sampling, next_chunks, sure
@@ -26,6 +25,7 @@ class Predictor(Protocol):
     chunk_size: int
     knows_fill: bool  # whether fill ids may stand before a text
     unit: str  # what positions count
+    last_states: "LastStates"
 
     def resolve(self, sampling: Sampling) -> Sampling:
         """With the method that suits the model, where none was named; what it cannot do is refused."""
@@ -43,7 +43,7 @@ class Predictor(Protocol):
 class CalmPredictor:
     unit = "chunks"
 
-    def __init__(self, model: CalmForCausalLM):
+    def __init__(self, model: CalmNetwork):
         self.model = model
         prepare_for_few_rows(model)
         self.last_states = LastStates(model.backbone)
@@ -64,12 +64,12 @@ class SoftmaxPredictor:
     chunk_size = 1
     knows_fill = True
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: Any):  # one of transformers
         self.model = model
         prepare_for_few_rows(model)
         self.last_states = LastStates(model.base_model)
-        self.embed: Any = model.get_input_embeddings()
-        self.project: Any = model.get_output_embeddings()
+        self.embed = model.get_input_embeddings()
+        self.project = model.get_output_embeddings()
 
     def resolve(self, sampling: Sampling) -> Sampling:
         if sampling.method is not None or sampling.num_candidates is not None:
@@ -92,8 +92,12 @@ class LastStates:
         self.backbone = backbone
         self.step = LlamaStep(backbone) if takes_steps(backbone) else None
 
+    def cache(self) -> Cache:
+        """An empty one."""
+        return transformers_cache() if self.step is None else RoomyCache(len(self.step.layers))
+
     def __call__(self, embedded: Tensor, there: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        if self.step is not None and embedded.shape[1] == 1 and cache.layers:
+        if self.step is not None:
             return self.step(embedded, there, positions, cache)
         return self.backbone(
             inputs_embeds=embedded,

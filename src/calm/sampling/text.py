@@ -15,7 +15,8 @@ from calm.data.loader import mix
 from calm.data.tokenizer import Tokenizer, load_tokenizer
 from calm.errors import ConfigError, UserError
 from calm.models.int8 import to_int8
-from calm.models.loading import KINDS, load_calm, load_softmax, model_type
+from calm.models.network import CalmNetwork
+from calm.models.plain import read_plain
 from calm.sampling.batch import Batch, Spent, Text
 from calm.sampling.next_chunk import Sampling
 from calm.sampling.predictor import CalmPredictor, Predictor, SoftmaxPredictor
@@ -94,14 +95,21 @@ class Piece:
 
 
 class Writer:
-    """A model and its tokenizer, which continue texts; `int8` reads its matrices in eight bits."""
+    """A model and its tokenizer, which continue texts; `int8` reads its matrices in eight bits.
 
-    def __init__(self, directory: Path, device: torch.device | str = "cpu", *, int8: bool = False):
-        calm = model_type(directory) in KINDS
-        loaded: Any = load_calm(directory) if calm else load_softmax(directory)
+    It is a plain model where that suffices. Who wants more of it than texts says `plain=False`.
+    """
+
+    def __init__(self, directory: Path, device: torch.device | str = "cpu", *, int8: bool = False, plain: bool = True):
+        loaded: Any = read_plain(directory) if plain else None
+        if loaded is None:
+            from calm.models.loading import load_writing  # transformers takes seconds to import
+
+            loaded = load_writing(directory)
         self.model = loaded.to(torch.device(device)).eval()
         if int8:
             to_int8(self.model)
+        calm = isinstance(self.model, CalmNetwork)
         # after weights have come where they stay: a predictor lays them out
         self.predictor: Predictor = CalmPredictor(self.model) if calm else SoftmaxPredictor(self.model)
         if not (directory / "tokenizer.json").exists():

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from calm.models.autoencoder import ChunkAutoencoder
+from calm.models.codec import Codec
 from calm.scores.vocabulary import most_probable_words
 
 SMALL = 2**14  # a vocabulary that is as quickly read as searched
@@ -30,7 +30,7 @@ TINY = 1e-20  # a scale for what is zero
 ROUNDING = 1e-5  # of |w|·|g|: more than what fp32 can be off
 
 
-def search_of(autoencoder: ChunkAutoencoder) -> "VocabularySearch":
+def search_of(autoencoder: Codec) -> "VocabularySearch":
     """The search for an autoencoder's words, made once as long as they stay what they are."""
     words = autoencoder.embedding.weight
     state = (words.data_ptr(), 0 if words.is_inference() else words._version, words.dtype)
@@ -39,7 +39,7 @@ def search_of(autoencoder: ChunkAutoencoder) -> "VocabularySearch":
     return _MADE[autoencoder][1]
 
 
-_MADE: "WeakKeyDictionary[ChunkAutoencoder, tuple[tuple, VocabularySearch]]" = WeakKeyDictionary()
+_MADE: "WeakKeyDictionary[Codec, tuple[tuple, VocabularySearch]]" = WeakKeyDictionary()
 
 
 class VocabularySearch:

@@ -10,7 +10,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from calm.errors import UserError
-from calm.models.loading import located
+from calm.models.directories import located
 from calm.processes import default_device
 from calm.sampling.text import Writer
 from calm.serve.limits import Limits

@@ -20,7 +20,8 @@ from calm.evaluate.softmax import evaluate_softmax
 from calm.models.autoencoder import ChunkAutoencoder, count_chunks
 from calm.models.backbone import build_transformer
 from calm.models.calm import IGNORED, CalmForCausalLM
-from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig, check_positions, make_backbone_config
+from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig, make_backbone_config
+from calm.models.fields import check_positions
 from calm.models.loading import load_autoencoder, load_backbone, load_calm, load_softmax
 from calm.noise import RowNoise
 from calm.processes import Processes
