@@ -4,7 +4,8 @@ Rounded words ŵ and a rounded state ĝ have a product in whole numbers, which i
 
     w·g  =  ŵ·ĝ + (w - ŵ)·g + ŵ·(g - ĝ)        |w·g - ŵ·ĝ|  ≤  |w - ŵ|·|g| + |ŵ|·|g - ĝ|        (Cauchy-Schwarz)
 
-Words that may be the best by these bounds, a handful of a hundred thousand, are multiplied as they are.
+A word with a large product is multiplied as it is. Words that may be better by these bounds, a handful of a hundred
+thousand, are so, too.
 """
 
 import warnings
@@ -95,17 +96,25 @@ class VocabularySearch:
         scaled = states * (STATE_LEVELS / states.abs().amax(1, keepdim=True).clamp(min=TINY))
         rounded = scaled.round()
         products = self._products(rounded)
-        off = scaled.norm(dim=1, keepdim=True) * self.offs + (scaled - rounded).norm(dim=1, keepdim=True) * self.lengths
+        length = scaled.norm(dim=1, keepdim=True)
+        off = length * self.offs + (scaled - rounded).norm(dim=1, keepdim=True) * self.lengths
         largest = products.amax(2)  # (n, pages)
-        least = (largest - off).amax(1, keepdim=True) - off  # a product below it is of a word that is not the best
+        page = (largest - off).argmax(1)
+        word = self._word(page, products[torch.arange(len(states)), page].argmax(1))
+        sure = (scaled * self.words[word].float()).sum(1, keepdim=True) - 2 * ROUNDING * length * self.lengths.amax()
+        least = sure - off  # a product below it is of a word that is not the best
         row, page = (largest >= least).nonzero(as_tuple=True)
         place, word = (products[row, page] >= least[row, page][:, None]).nonzero(as_tuple=True)
         self.multiplied += len(word)
         self.asked += len(states) * len(self.words)
         if len(word) > MOST_LEFT:  # as where all words are the same
             return most_probable_words(states, self.words)
-        row, word = row[place], (word + page[place] * PAGE).clamp_(max=len(self.words) - 1)
+        row, word = row[place], self._word(page[place], word)
         return _best(row, word, (states[row] * self.words[word].float()).sum(1), len(states))
+
+    def _word(self, page: Tensor, place: Tensor) -> Tensor:
+        """Which words stand at some places of pages; the last one stands everywhere behind itself."""
+        return (PAGE * page + place).clamp_(max=len(self.words) - 1)
 
 
 def _packed(whole: Tensor, scales: Tensor) -> Any:
