@@ -21,7 +21,7 @@ from calm.bench import generation
 from calm.bench.clock import ratios, take_turns
 from calm.bench.generation import STEPS, reading
 from calm.bench.models import RECIPES, VOCABULARIES, config_of, model_of
-from calm.products import FewRowsLinear, few_rows_product, long_product, prepare_for_few_rows
+from calm.products import FewRows, FewRowsLinear, long_product, prepare_for_few_rows
 from calm.sampling import predictor
 
 SHAPES = {"(1024, 2752)": (2752, 1024), "(2752, 1024)": (1024, 2752), "(1024, 1024)": (1024, 1024)}  # of CALM-M
@@ -101,7 +101,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_grad_enabled(False)
     if not given.only_steps:
-        products(SHAPES, few_rows_product, given.rounds)
+        products(SHAPES, lambda rows, matrix: FewRows(matrix)(rows), given.rounds)
         products(WORDS, long_product, given.rounds)
     steps(given.size, given.context, given.rounds)
 

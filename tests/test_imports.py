@@ -11,8 +11,8 @@ PACKAGE = Path(calm.__file__).parent
 
 # Each part may import those before it. `errors`, `files`, `noise` and `processes` belong to everybody.
 ORDER = [
-    {"allocator", "errors", "noise", "products", "screen", "pages", "_auto"},
-    {"files", "processes"},
+    {"allocator", "errors", "noise", "screen", "pages", "_auto"},
+    {"files", "processes", "products"},
     {"data", "scores"},
     {"models", "heads"},
     {"sampling"},

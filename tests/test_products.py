@@ -1,18 +1,20 @@
 """Products with few rows are products: the same numbers as the libraries', and layers that nobody notices."""
 
 import copy
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 from calm import products
-from calm.products import MANY, FewRowsLinear, few_rows_product, long_product, prepare_for_few_rows, side_by_side
+from calm.allocator import HUGE_PAGE
+from calm.products import MANY, FewRows, FewRowsLinear, long_product, prepare_for_few_rows, side_by_side
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9, MANY, MANY + 1])
 @pytest.mark.parametrize("words", [48, 50, 17])  # cut into 16, 2 and 1 slices
-@pytest.mark.parametrize("product", [few_rows_product, long_product])
+@pytest.mark.parametrize("product", [lambda rows, matrix: FewRows(matrix)(rows), long_product])
 @pytest.mark.parametrize("small", [0, products.SMALL])  # matrices that are large, and that are not
 def test_the_product(monkeypatch, count, words, product, small):
     monkeypatch.setattr(products, "SMALL", small)
@@ -139,3 +141,25 @@ def test_layers_that_are_no_single_matrix_are_called_one_by_one():
             found = side_by_side(layers)(rows)
             torch.testing.assert_close(found, torch.cat([layer(rows) for layer in layers], dim=1))
         assert [layer.weight.data_ptr() for layer in layers] == places
+
+
+def test_large_matrices_are_moved_once_and_stay_the_layers_own():
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(1024, 2048, bias=False), nn.Linear(1024, 1024), nn.Linear(1024, 1024, bias=False)])
+    small = nn.Linear(8, 16)
+    rows = torch.randn(1, 1024)
+    with torch.no_grad():
+        expected = [layer(rows) for layer in model]
+        both = side_by_side([model[0], model[2]])
+        prepare_for_few_rows(nn.ModuleList([*model, small]))
+        places = [layer.weight.data_ptr() for layer in model]
+        assert places[1] % HUGE_PAGE == 0 or not sys.platform.startswith("linux")
+        again = side_by_side([model[0], model[2]])
+        prepare_for_few_rows(model)
+        assert places == [layer.weight.data_ptr() for layer in model]
+        for layer, found in zip(model, expected, strict=True):
+            torch.testing.assert_close(layer(rows), found)
+        for product in (both, again):
+            torch.testing.assert_close(product(rows), torch.cat([expected[0], expected[2]], dim=-1))
+        model[0].weight.zero_()  # as training would change them
+        assert not both(rows)[:, :2048].any()

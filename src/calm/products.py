@@ -12,22 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from calm.allocator import on_huge_pages
+
 SLICES = 16
 FEW, MANY = 4, 64  # rows: for which smaller matrices gain, too, and beyond which nothing is gained
 SMALL, SMALL_FOR_SOME = 2**17, 2**19  # numbers of a matrix that gains nothing, for few rows and for more
 
 
-def few_rows_product(rows: Tensor, matrix: Tensor) -> Tensor:
-    """rows @ matrix.T: (n, d), (m, d) → (n, m)."""
-    count, size = rows.shape
-    small = SMALL if count <= FEW else SMALL_FOR_SOME
-    slices = gcd(len(matrix), SLICES)
-    large = rows.dtype.itemsize >= torch.float32.itemsize  # for smaller numbers there is no fast batch of products
-    if count > MANY or matrix.numel() < small or slices == 1 or rows.device.type != "cpu" or not large:
-        return rows @ matrix.T
-    parts = matrix.view(slices, -1, size)
-    found = torch.bmm(rows.expand(slices, count, size), parts.transpose(1, 2))  # (slices, n, m / slices)
-    return found.view(1, -1) if count == 1 else found.transpose(0, 1).reshape(count, -1)
+class FewRows:
+    """Few rows times one matrix (m, d), which may change but not move: rows (n, d) → rows @ matrix.T."""
+
+    def __init__(self, matrix: Tensor):
+        self.matrix, (count, size) = matrix, matrix.shape
+        self.slices = gcd(count, SLICES)
+        self.most = 0  # rows for which slices gain
+        fast = matrix.dtype.itemsize >= torch.float32.itemsize  # for smaller numbers batches of products are not
+        if self.slices > 1 and matrix.device.type == "cpu" and fast and matrix.numel() >= SMALL:
+            self.most = MANY if matrix.numel() >= SMALL_FOR_SOME else FEW
+            each = count // self.slices
+            self.parts = matrix.as_strided((self.slices, size, each), (each * size, 1, size))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        count = len(rows)
+        if count > self.most:
+            return rows @ self.matrix.T
+        found = torch.bmm(rows.expand(self.slices, -1, -1), self.parts)  # (slices, n, m / slices)
+        return found.view(1, -1) if count == 1 else found.transpose(0, 1).reshape(count, -1)
 
 
 def long_product(rows: Tensor, matrix: Tensor) -> Tensor:
@@ -51,16 +61,19 @@ class FewRowsLinear(nn.Linear):
         few = 0 < input.numel() <= MANY * self.in_features
         if not few or torch.is_grad_enabled() or input.device.type != "cpu" or input.dtype != torch.float32:
             return super().forward(input)
-        found = few_rows_product(input.reshape(-1, self.in_features), self.weight)
+        rows = input if input.ndim == 2 else input.reshape(-1, self.in_features)
+        found = FewRows(self.weight)(rows)
         found = found if self.bias is None else found.add_(self.bias)
-        return found.view(*input.shape[:-1], self.out_features)
+        return found if input.ndim == 2 else found.view(*input.shape[:-1], self.out_features)
 
 
 def prepare_for_few_rows(model: nn.Module, kind: type[nn.Linear] = FewRowsLinear) -> None:
     """Let the linear layers of a model be of this kind; their weights stay, and so does what training computes."""
     for module in model.modules():
-        if type(module) in (nn.Linear, FewRowsLinear):
+        if isinstance(module, nn.Linear) and type(module) in (nn.Linear, FewRowsLinear):
             module.__class__ = kind
+            if kind is FewRowsLinear and not module.weight.is_inference():
+                module.weight.data = on_huge_pages(module.weight.data)
 
 
 def side_by_side(layers: Sequence[Any]) -> Callable[[Tensor], Tensor]:
@@ -72,21 +85,25 @@ def side_by_side(layers: Sequence[Any]) -> Callable[[Tensor], Tensor]:
     weights = [layer.weight for layer in layers if type(layer) in (nn.Linear, FewRowsLinear) and layer.bias is None]
     if len(weights) < len(layers) or any(weight.is_inference() for weight in weights):
         return lambda rows: torch.cat([layer(rows) for layer in layers], dim=-1)
-    matrix = _one_behind_the_other(weights)
-    return lambda rows: few_rows_product(rows, matrix)
+    return FewRows(_one_behind_the_other(weights))
 
 
 @torch.no_grad()
 def _one_behind_the_other(weights: list[Tensor]) -> Tensor:
     """Matrices (m, d), (n, d) … as one (m + n + …, d). Where they do not lie so yet, they are moved."""
-    first, place, memory = weights[0], weights[0].data_ptr(), weights[0].untyped_storage().data_ptr()
-    for weight in weights:
-        if weight.data_ptr() != place or weight.untyped_storage().data_ptr() != memory or not weight.is_contiguous():
-            break
-        place += weight.nbytes
-    else:
-        return first.detach().as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
-    matrix = torch.cat(weights)
-    for weight, part in zip(weights, matrix.split([len(weight) for weight in weights]), strict=True):
+    first, lengths = weights[0].detach(), [len(weight) for weight in weights]
+    if len(weights) > 1 and _lie_so(weights):
+        return first.as_strided((sum(lengths), first.shape[1]), first.stride())
+    matrix = on_huge_pages(torch.cat(weights) if len(weights) > 1 else first)
+    for weight, part in zip(weights, matrix.split(lengths), strict=True):
         weight.data = part
     return matrix
+
+
+def _lie_so(weights: list[Tensor]) -> bool:
+    place, memory = weights[0].data_ptr(), weights[0].untyped_storage().data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != place or weight.untyped_storage().data_ptr() != memory or not weight.is_contiguous():
+            return False
+        place += weight.nbytes
+    return True

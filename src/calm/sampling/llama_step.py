@@ -54,43 +54,65 @@ class LlamaStep:
     def __init__(self, backbone: Any):
         self.backbone = backbone
         self.layers = [LayerStep(layer) for layer in backbone.layers]
+        self.norm = NormStep(backbone.norm)
 
     def __call__(self, embedded: Tensor, there: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """States behind the last of more positions (B, L, H) of texts in the cache: (B, H). See Predictor.read."""
-        count, length, _ = embedded.shape
+        count, length, size = embedded.shape
         visible = seen(there, length)
         cosines, sines = self.backbone.rotary_emb(embedded, positions)  # (B, L, d)
         first, second = sines.chunk(2, dim=-1)
         turns = cosines[:, None], torch.cat([-first, second], dim=-1)[:, None]
-        states = embedded.flatten(0, 1)  # (B·L, H)
+        states = embedded.reshape(-1, size)  # (B·L, H)
         for layer, memory in zip(self.layers, cache.layers, strict=True):
             states = layer(states, count, turns, visible, memory)
-        return _normed(states.unflatten(0, (count, length))[:, -1], self.backbone.norm)
+        return self.norm(states.view(count, length, size)[:, -1])
+
+
+class NormStep:
+    """x·w / √(mean x² + eps) in four calls: √(|x|² + H·eps) is the length of two sides."""
+
+    def __init__(self, norm: Any):
+        self.norm, size = norm, len(norm.weight)
+        self.scale = size**0.5
+        self.least = norm.weight.new_full((1, 1), (size * norm.variance_epsilon) ** 0.5)
+        self.zero = norm.weight.new_zeros(1, 1)
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """(n, H) → (n, H)."""
+        lengths = torch.hypot(torch.linalg.vector_norm(states, dim=-1, keepdim=True), self.least)
+        return torch.addcdiv(self.zero, states, lengths, value=self.scale).mul_(self.norm.weight)
 
 
 class LayerStep:
     """x + attention(norm(x)), then x + SwiGLU(norm(x)), for states (B·L, H)."""
 
     def __init__(self, layer: Any):
-        self.layer, self.attention, self.mlp = layer, layer.self_attn, layer.mlp
-        self.project = side_by_side([self.attention.q_proj, self.attention.k_proj, self.attention.v_proj])
-        self.gate_up = side_by_side([self.mlp.gate_proj, self.mlp.up_proj])
-        config = self.attention.config
-        self.heads, self.shared = config.num_attention_heads, config.num_key_value_heads
+        attention, mlp = layer.self_attn, layer.mlp
+        self.attention, self.activation = attention, mlp.act_fn
+        self.before_attention = NormStep(layer.input_layernorm)
+        self.before_mlp = NormStep(layer.post_attention_layernorm)
+        self.project = side_by_side([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.output = side_by_side([attention.o_proj])
+        self.gate_up = side_by_side([mlp.gate_proj, mlp.up_proj])
+        self.down = side_by_side([mlp.down_proj])
+        heads, shared = attention.config.num_attention_heads, attention.config.num_key_value_heads
+        self.turned, self.kinds = [heads + shared, shared], [heads, shared]
 
     def __call__(self, states: Tensor, count: int, turns: Turns, visible: Seen, memory: Any) -> Tensor:
-        projected = self.project(_normed(states, self.layer.input_layernorm)).unflatten(0, (count, -1))
-        states = states + self.attention.o_proj(self._attended(projected, turns, visible, memory))
-        gate, up = self.gate_up(_normed(states, self.layer.post_attention_layernorm)).chunk(2, dim=-1)
-        return states + self.mlp.down_proj(self.mlp.act_fn(gate) * up)
+        attended = self._attended(self.project(self.before_attention(states)), count, turns, visible, memory)
+        states = self.output(attended).add_(states)
+        gate, up = self.gate_up(self.before_mlp(states)).chunk(2, dim=-1)
+        return self.down(self.activation(gate).mul_(up)).add_(states)
 
-    def _attended(self, projected: Tensor, turns: Turns, visible: Seen, memory: Any) -> Tensor:
-        """(B, L, projections) → (B·L, heads·d)."""
-        heads = projected.unflatten(-1, (-1, self.attention.head_dim)).transpose(1, 2)  # (B, heads, L, d)
-        turned, values = heads.split([self.heads + self.shared, self.shared], dim=1)
+    def _attended(self, projected: Tensor, count: int, turns: Turns, visible: Seen, memory: Any) -> Tensor:
+        """(B·L, projections) → (B·L, heads·d)."""
+        size = self.attention.head_dim
+        heads = projected.view(count, -1, sum(self.turned), size).transpose(1, 2)  # (B, heads, L, d)
+        turned, values = heads.split(self.turned, dim=1)
         cosines, sines = turns
-        turned = torch.addcmul(turned * cosines, turned.roll(turned.shape[-1] // 2, -1), sines)
-        queries, keys = turned.split([self.heads, self.shared], dim=1)
+        turned = torch.addcmul(turned * cosines, turned.roll(size // 2, -1), sines)
+        queries, keys = turned.split(self.kinds, dim=1)
         keys, values = memory.update(keys, values)
         found = F.scaled_dot_product_attention(
             queries,
@@ -101,8 +123,4 @@ class LayerStep:
             scale=self.attention.scaling,
             enable_gqa=True,
         )
-        return found.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
-def _normed(states: Tensor, norm: Any) -> Tensor:
-    return F.rms_norm(states, states.shape[-1:], norm.weight, norm.variance_epsilon)
+        return found.transpose(1, 2).reshape(len(projected), -1)

@@ -45,8 +45,8 @@ class CalmPredictor:
 
     def __init__(self, model: CalmNetwork):
         self.model = model
-        prepare_for_few_rows(model)
         self.last_states = LastStates(model.backbone)
+        prepare_for_few_rows(model)
         self.chunk_size, self.knows_fill = model.config.chunk_size, model.config.knows_fill
 
     def resolve(self, sampling: Sampling) -> Sampling:
@@ -66,8 +66,8 @@ class SoftmaxPredictor:
 
     def __init__(self, model: Any):  # one of transformers
         self.model = model
-        prepare_for_few_rows(model)
         self.last_states = LastStates(model.base_model)
+        prepare_for_few_rows(model)
         self.embed = model.get_input_embeddings()
         self.project = model.get_output_embeddings()
 
