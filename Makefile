@@ -47,6 +47,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/energy_loss.py
 	$(BIN)/python benchmarks/language_model_step.py
 	$(BIN)/python benchmarks/brier_lm.py
+	$(BIN)/python benchmarks/start.py
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict --quiet

@@ -163,3 +163,22 @@ def test_large_matrices_are_moved_once_and_stay_the_layers_own():
             torch.testing.assert_close(product(rows), torch.cat([expected[0], expected[2]], dim=-1))
         model[0].weight.zero_()  # as training would change them
         assert not both(rows)[:, :2048].any()
+
+
+def test_a_layer_notices_that_its_weights_are_others(monkeypatch):
+    monkeypatch.setattr(products, "SMALL", 0)
+    torch.manual_seed(0)
+    layer, other, rows = FewRowsLinear(8, 16), nn.Linear(8, 16), torch.randn(1, 8)
+    with torch.no_grad():
+        layer(rows)
+        layer.weight.mul_(2)  # changed where they lie
+        torch.testing.assert_close(layer(rows), rows @ layer.weight.T + layer.bias)
+        layer.weight.data = other.weight.data.clone()
+        layer.bias.copy_(other.bias)
+        torch.testing.assert_close(layer(rows), other(rows))
+        layer.weight = nn.Parameter(-other.weight)
+        torch.testing.assert_close(layer(rows), -(rows @ other.weight.T) + other.bias)
+        twin = copy.deepcopy(layer)
+        twin.weight.zero_()
+        torch.testing.assert_close(twin(rows), other.bias[None])
+        torch.testing.assert_close(layer(rows), -(rows @ other.weight.T) + other.bias)

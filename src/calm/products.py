@@ -23,11 +23,12 @@ class FewRows:
     """Few rows times one matrix (m, d), which may change but not move: rows (n, d) → rows @ matrix.T."""
 
     def __init__(self, matrix: Tensor):
-        self.matrix, (count, size) = matrix, matrix.shape
+        self.matrix, self.place, (count, size) = matrix, matrix.data_ptr(), matrix.shape
         self.slices = gcd(count, SLICES)
         self.most = 0  # rows for which slices gain
         fast = matrix.dtype.itemsize >= torch.float32.itemsize  # for smaller numbers batches of products are not
-        if self.slices > 1 and matrix.device.type == "cpu" and fast and matrix.numel() >= SMALL:
+        here = matrix.device.type == "cpu" and matrix.is_contiguous()
+        if here and fast and self.slices > 1 and matrix.numel() >= SMALL:
             self.most = MANY if matrix.numel() >= SMALL_FOR_SOME else FEW
             each = count // self.slices
             self.parts = matrix.as_strided((self.slices, size, each), (each * size, 1, size))
@@ -57,12 +58,16 @@ def long_product(rows: Tensor, matrix: Tensor) -> Tensor:
 class FewRowsLinear(nn.Linear):
     """A linear layer that is not slow for few rows."""
 
+    product: FewRows | None = None  # with the weights where they lie now
+
     def forward(self, input: Tensor) -> Tensor:
         few = 0 < input.numel() <= MANY * self.in_features
         if not few or torch.is_grad_enabled() or input.device.type != "cpu" or input.dtype != torch.float32:
             return super().forward(input)
         rows = input if input.ndim == 2 else input.reshape(-1, self.in_features)
-        found = FewRows(self.weight)(rows)
+        if self.product is None or self.product.place != self.weight.data_ptr():
+            self.product = FewRows(self.weight)
+        found = self.product(rows)
         found = found if self.bias is None else found.add_(self.bias)
         return found if input.ndim == 2 else found.view(*input.shape[:-1], self.out_features)
 

@@ -10,7 +10,7 @@ from transformers import AutoModel, LlamaConfig, LlamaModel, Qwen2Config
 
 from calm.models.directories import located
 from calm.models.int8 import to_int8
-from calm.sampling.llama_step import LlamaStep, takes_steps
+from calm.sampling.llama_step import LlamaStep, NormStep, takes_steps
 from calm.sampling.predictor import LastStates
 from calm.sampling.text import Writer
 
@@ -118,6 +118,21 @@ def test_in_other_numbers():
         expected = model(inputs_embeds=embedded.bfloat16(), position_ids=positions).last_hidden_state[:, -1]
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.1)  # bf16 has three digits
+
+
+def test_a_norm_in_few_digits_is_that_of_many():
+    """Rounded once, at the end: the library's own norm, computed in fp32."""
+    torch.manual_seed(0)
+    norm = llama().norm
+    torch.nn.init.normal_(norm.weight, mean=1.0)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        rows = (torch.randn(5, SIZES["hidden_size"]) * torch.tensor([[1e-4], [0.01], [1.0], [10.0], [0.0]])).to(dtype)
+        norm.to(dtype)
+        with torch.no_grad():
+            found, expected = NormStep(norm)(rows), norm(rows)
+        assert found.dtype == dtype
+        digit = torch.finfo(dtype).eps if dtype != torch.float64 else 1e-6  # which transformers computes in fp32, too
+        torch.testing.assert_close(found, expected, rtol=2 * digit, atol=1e-7)
 
 
 def test_in_eight_bits():

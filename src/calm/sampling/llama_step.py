@@ -75,13 +75,14 @@ class NormStep:
     def __init__(self, norm: Any):
         self.norm, size = norm, len(norm.weight)
         self.scale = size**0.5
-        self.least = norm.weight.new_full((1, 1), (size * norm.variance_epsilon) ** 0.5)
-        self.zero = norm.weight.new_zeros(1, 1)
+        self.dtype = torch.promote_types(norm.weight.dtype, torch.float32)  # half the digits are too few for a length
+        self.least = norm.weight.new_full((1, 1), (size * norm.variance_epsilon) ** 0.5, dtype=self.dtype)
+        self.zero = torch.zeros_like(self.least)
 
     def __call__(self, states: Tensor) -> Tensor:
         """(n, H) → (n, H)."""
-        lengths = torch.hypot(torch.linalg.vector_norm(states, dim=-1, keepdim=True), self.least)
-        return torch.addcdiv(self.zero, states, lengths, value=self.scale).mul_(self.norm.weight)
+        lengths = torch.hypot(torch.linalg.vector_norm(states, dim=-1, keepdim=True, dtype=self.dtype), self.least)
+        return torch.addcdiv(self.zero, states, lengths, value=self.scale).mul_(self.norm.weight).to(states.dtype)
 
 
 class LayerStep:
