@@ -6,6 +6,7 @@ and weights of transformers or of models/llama.py. docs/performance.md has the n
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from calm.models.llama import Llama
 from calm.products import side_by_side
 from calm.sampling.cache import Cache
 
-Turns = tuple[Tensor, Tensor]  # cosines and sines of the positions (B, 1, L, d), the sines' first half negated
+Rotation = Callable[[Tensor], Tensor]  # of heads (B, heads, L, d), each position by its angles
 
 
 class Seen(NamedTuple):
@@ -50,6 +51,16 @@ def seen(there: Tensor, length: int) -> Seen:
     return Seen(before | (places == own))  # a place that is not there sees at least itself: its state is a number
 
 
+def rotation(cosines: Tensor, sines: Tensor) -> Rotation:
+    """By cosines and sines (B, L, d) of angles. Of a single position it is one matrix, which is one call a layer."""
+    half = sines.shape[-1] // 2
+    sines = torch.cat([-sines[..., :half], sines[..., half:]], dim=-1)  # of the other half of the numbers
+    if cosines.shape[1] == 1:
+        matrix = torch.diag_embed(cosines[:, 0]) + torch.diag_embed(sines[:, 0]).roll(-half, 1)  # (B, d, d)
+        return lambda heads: torch.bmm(heads[:, :, 0], matrix)[:, :, None]
+    return lambda heads: torch.addcmul(heads * cosines[:, None], heads.roll(half, -1), sines[:, None])
+
+
 class LlamaStep:
     def __init__(self, backbone: Any):
         self.backbone = backbone
@@ -60,12 +71,10 @@ class LlamaStep:
         """States behind the last of more positions (B, L, H) of texts in the cache: (B, H). See Predictor.read."""
         count, length, size = embedded.shape
         visible = seen(there, length)
-        cosines, sines = self.backbone.rotary_emb(embedded, positions)  # (B, L, d)
-        first, second = sines.chunk(2, dim=-1)
-        turns = cosines[:, None], torch.cat([-first, second], dim=-1)[:, None]
+        rotate = rotation(*self.backbone.rotary_emb(embedded, positions))
         states = embedded.reshape(-1, size)  # (B·L, H)
         for layer, memory in zip(self.layers, cache.layers, strict=True):
-            states = layer(states, count, turns, visible, memory)
+            states = layer(states, count, rotate, visible, memory)
         return self.norm(states.view(count, length, size)[:, -1])
 
 
@@ -100,20 +109,18 @@ class LayerStep:
         heads, shared = attention.config.num_attention_heads, attention.config.num_key_value_heads
         self.turned, self.kinds = [heads + shared, shared], [heads, shared]
 
-    def __call__(self, states: Tensor, count: int, turns: Turns, visible: Seen, memory: Any) -> Tensor:
-        attended = self._attended(self.project(self.before_attention(states)), count, turns, visible, memory)
+    def __call__(self, states: Tensor, count: int, rotate: Rotation, visible: Seen, memory: Any) -> Tensor:
+        attended = self._attended(self.project(self.before_attention(states)), count, rotate, visible, memory)
         states = self.output(attended).add_(states)
         gate, up = self.gate_up(self.before_mlp(states)).chunk(2, dim=-1)
         return self.down(self.activation(gate).mul_(up)).add_(states)
 
-    def _attended(self, projected: Tensor, count: int, turns: Turns, visible: Seen, memory: Any) -> Tensor:
+    def _attended(self, projected: Tensor, count: int, rotate: Rotation, visible: Seen, memory: Any) -> Tensor:
         """(B·L, projections) → (B·L, heads·d)."""
         size = self.attention.head_dim
         heads = projected.view(count, -1, sum(self.turned), size).transpose(1, 2)  # (B, heads, L, d)
         turned, values = heads.split(self.turned, dim=1)
-        cosines, sines = turns
-        turned = torch.addcmul(turned * cosines, turned.roll(size // 2, -1), sines)
-        queries, keys = turned.split(self.kinds, dim=1)
+        queries, keys = rotate(turned).split(self.kinds, dim=1)
         keys, values = memory.update(keys, values)
         found = F.scaled_dot_product_attention(
             queries,
