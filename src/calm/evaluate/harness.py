@@ -21,7 +21,7 @@ from calm.data.loader import mix
 from calm.errors import UserError, did_you_mean
 from calm.evaluate.likelihood import continuation_nats
 from calm.models.configuration import CalmConfig
-from calm.models.loading import model_type
+from calm.models.directories import model_type
 from calm.noise import RowNoise
 from calm.processes import default_device
 from calm.sampling.next_chunk import Sampling

@@ -19,8 +19,9 @@ from calm.evaluate.evaluation import Estimator, Found, Positions, evaluate_docum
 from calm.evaluate.text import Text
 from calm.evaluate.windows import Document
 from calm.models.configuration import CalmConfig
+from calm.models.directories import model_type
 from calm.models.int8 import to_int8
-from calm.models.loading import load_calm, load_softmax, model_type
+from calm.models.loading import load_calm, load_softmax
 from calm.processes import Processes
 from calm.scores.brier import LONGEST
 

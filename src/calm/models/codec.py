@@ -66,10 +66,10 @@ class Decoder(nn.Module):
     def token_states(self, chunk_states: Tensor, first: int, last: int) -> Tensor:
         """The states of some tokens of each chunk, from `first` to before `last`: (..., d) → (..., last - first, d)."""
         size = chunk_states.shape[-1]
-        rows = slice(first * size, last * size)
         if last - first == self.chunk_size:
             states = self.expand(chunk_states)  # which may be a faster layer
         else:
+            rows = slice(first * size, last * size)
             states = F.linear(chunk_states, self.expand.weight[rows], self.expand.bias[rows])
         return self.norm(self.token_layers(states.unflatten(-1, (last - first, size))))
 

@@ -1,6 +1,7 @@
 """Keys and values of texts that grow, with room behind them: a step writes its own and copies none of the others."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -45,7 +46,7 @@ class RoomyLayer:
         self.values: Any = None
         self.room = Room(), Room()
 
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.keys = self.room[0].behind(self.keys, keys)
         self.values = self.room[1].behind(self.values, values)
         return self.keys, self.values
@@ -66,7 +67,15 @@ class RoomyCache:
 
 def transformers_cache() -> Cache:
     """The same for a backbone that transformers runs."""
-    from transformers.cache_utils import Cache, DynamicLayer
+    from transformers import cache_utils
+
+    return cache_utils.Cache(layer_class_to_replicate=_library_layer())
+
+
+@lru_cache
+def _library_layer() -> Any:
+    """A layer that transformers' caches know; made once, when the library is imported anyway."""
+    from transformers.cache_utils import DynamicLayer
 
     class Layer(RoomyLayer, DynamicLayer):
         def __init__(self, *args: Any, **kwargs: Any):
@@ -78,4 +87,4 @@ def transformers_cache() -> Cache:
                 self.lazy_initialization(keys, values)
             return super().update(keys, values)
 
-    return Cache(layer_class_to_replicate=Layer)
+    return Layer

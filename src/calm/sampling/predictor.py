@@ -45,7 +45,7 @@ class CalmPredictor:
 
     def __init__(self, model: CalmNetwork):
         self.model = model
-        self.last_states = LastStates(model.backbone)
+        self.last_states = LastStates(model.backbone)  # first: matrices that it joins are not moved twice
         prepare_for_few_rows(model)
         self.chunk_size, self.knows_fill = model.config.chunk_size, model.config.knows_fill
 
