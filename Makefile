@@ -42,6 +42,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/allocator.py
 	$(BIN)/python benchmarks/autoencoder_vocabulary.py
 	$(BIN)/python benchmarks/few_rows.py
+	$(BIN)/python benchmarks/layers.py
 	$(BIN)/python benchmarks/preparation.py
 	$(BIN)/python benchmarks/training_overhead.py
 	$(BIN)/python benchmarks/energy_loss.py

@@ -1,4 +1,4 @@
-"""Products with few rows (calm.products), a cache with room and steps of few calls (calm.sampling) against plain ones.
+"""Products with few rows (calm.products), a cache with room and steps in C (calm.sampling) against plain ones.
 
     python benchmarks/few_rows.py                    products of CALM-M's shapes, then steps of a laptop model
     python benchmarks/few_rows.py --size paper       the same, with steps of CALM-M with 128,257 words
@@ -8,8 +8,10 @@ Bytes are those of the matrix: what is read, however many rows meet it. All ways
 """
 
 import argparse
+import copy
 import statistics
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -17,11 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache
 
+from calm import native
 from calm.bench import generation
 from calm.bench.clock import ratios, take_turns
 from calm.bench.generation import STEPS, reading
 from calm.bench.models import RECIPES, VOCABULARIES, config_of, model_of
-from calm.products import FewRows, FewRowsLinear, long_product, prepare_for_few_rows
+from calm.linear import FastLinear, change_layers
+from calm.products import FewRows, long_product
 from calm.sampling import predictor
 
 SHAPES = {"(1024, 2752)": (2752, 1024), "(2752, 1024)": (1024, 2752), "(1024, 1024)": (1024, 1024)}  # of CALM-M
@@ -53,8 +57,11 @@ def every(matrices: list[Tensor], way: Callable[[Tensor], object]) -> Callable[[
     return lambda: [way(matrix) for matrix in matrices]
 
 
+without_c = mock.patch.object(native, "library", return_value=None)
+
+
 def steps(size: str, context: int, rounds: int) -> None:
-    """Steps of texts that go on, with our layers, cache and steps, and with torch's and transformers' own."""
+    """Steps of texts that go on: ours, ours without native.c, and with torch's layers and transformers' cache."""
     for kind, recipe in RECIPES[size].items():
         if kind == "Transformer":
             continue
@@ -63,6 +70,8 @@ def steps(size: str, context: int, rounds: int) -> None:
         ids = torch.randint(3, 4096, (1, context * model.config.chunk_size))
         for count in BATCHES if context < 100 else (1,):
             ours = generation.steps(model, ids.expand(count, -1), rounds)
+            with without_c:
+                by_torch = generation.steps(copy.deepcopy(model), ids.expand(count, -1), rounds)
             with (
                 mock.patch.object(predictor, "transformers_cache", DynamicCache),
                 mock.patch.object(predictor, "takes_steps", return_value=False),
@@ -70,23 +79,34 @@ def steps(size: str, context: int, rounds: int) -> None:
                 plain = generation.steps(model, ids.expand(count, -1), rounds)
 
             ways = {
-                "ours": with_layers(model, FewRowsLinear, ours),
+                "ours": with_layers(model, FastLinear, ours),
+                "without C": within(without_c, by_torch),
                 "plain": with_layers(model, nn.Linear, plain),
                 "reading": reading(model),
             }
             times = take_turns(ways, rounds)
             shown = [f"{name} {1e3 * statistics.median(seconds) / STEPS:.1f} ms" for name, seconds in times.items()]
-            gain = ratios(times["plain"], times["ours"])
-            share = statistics.median(ratios(times["reading"], times["ours"]))
-            print(
-                f"{recipe}, {count} texts of {context} chunks: {', '.join(shown)}; {statistics.median(gain):.2f} times "
-                f"as fast ({min(gain):.2f} to {max(gain):.2f}), {share:.2f} of the bound"
-            )
+            gains = [f"{spread(ratios(times[way], times['ours']))} of {way}" for way in ("without C", "plain")]
+            share = spread(ratios(times["reading"], times["ours"]))
+            print(f"{recipe}, {count} texts of {context} chunks: {', '.join(shown)}")
+            print(f"    times the speed {', '.join(gains)}; share of the bound {share}")
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def within(context: Any, run: Callable[[], object]) -> Callable[[], object]:
+    def way() -> object:
+        with context:
+            return run()
+
+    return way
 
 
 def with_layers(model: nn.Module, kind: type[nn.Linear], run: Callable[[], object]) -> Callable[[], object]:
     def way() -> object:
-        prepare_for_few_rows(model, kind)
+        change_layers(model, kind)
         return run()
 
     return way

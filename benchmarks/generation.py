@@ -25,10 +25,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from calm.allocator import keep_memory
 from calm.config import load_config
 from calm.data.shards import PreparedData
+from calm.linear import prepare_for_writing
 from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig, make_backbone_config
 from calm.models.loading import load_autoencoder, load_calm, load_softmax
-from calm.products import prepare_for_few_rows
 from calm.sampling.predictor import LastStates
 from calm.sampling.vocabulary import VocabularySearch, search_of
 
@@ -148,7 +148,7 @@ def main() -> None:
     elif options.posterior:
         trained = posteriors(model.autoencoder, options.data, 64, options.candidates)
     if trained is not None:
-        prepare_for_few_rows(model)  # while the head is a part of it
+        prepare_for_writing(model)  # while the head is a part of it
         real = model.head
         del model.head
         model.head = Recorded(real, trained)

@@ -11,8 +11,9 @@ PACKAGE = Path(calm.__file__).parent
 
 # Each part may import those before it. `errors`, `files`, `noise` and `processes` belong to everybody.
 ORDER = [
-    {"allocator", "errors", "noise", "screen", "pages", "_auto"},
+    {"allocator", "errors", "native", "noise", "screen", "pages", "_auto"},
     {"files", "processes", "products"},
+    {"linear"},
     {"data", "scores"},
     {"models", "heads"},
     {"sampling"},

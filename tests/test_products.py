@@ -1,22 +1,29 @@
-"""Products with few rows are products: the same numbers as the libraries', and layers that nobody notices."""
+"""Products are products, whichever way they take: the same numbers as the libraries', and the same gradients."""
 
-import copy
-import sys
+import itertools
 
 import pytest
 import torch
-from torch import nn
+from torch.nn import functional as F
 
 from calm import products
-from calm.allocator import HUGE_PAGE
-from calm.products import MANY, FewRows, FewRowsLinear, long_product, prepare_for_few_rows, side_by_side
+from calm.products import MANY, ONE_DNN, FewRows, linear, long_product
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """As on a processor where oneDNN is taken."""
+    monkeypatch.setattr(products, "WIDE", True)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9, MANY, MANY + 1])
 @pytest.mark.parametrize("words", [48, 50, 17])  # cut into 16, 2 and 1 slices
 @pytest.mark.parametrize("product", [lambda rows, matrix: FewRows(matrix)(rows), long_product])
 @pytest.mark.parametrize("small", [0, products.SMALL])  # matrices that are large, and that are not
-def test_the_product(monkeypatch, count, words, product, small):
+@pytest.mark.parametrize("wide", [True, False])  # on either kind of processor
+def test_the_product(monkeypatch, count, words, product, small, wide):
+    """In fp64, which torch multiplies; those of native.c have tests of their own."""
+    monkeypatch.setattr(products, "WIDE", wide)
     monkeypatch.setattr(products, "SMALL", small)
     monkeypatch.setattr(products, "SMALL_FOR_SOME", small)
     generator = torch.Generator().manual_seed(count)
@@ -27,158 +34,79 @@ def test_the_product(monkeypatch, count, words, product, small):
     torch.testing.assert_close(found, rows @ matrix.T, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(24,), (1, 24), (2, 1, 24), (1, 5, 24), (70, 24), (0, 24), (2, 0, 24)])
+def test_rows_of_any_strides(wide, monkeypatch):
+    monkeypatch.setattr(products, "SMALL", 0)
+    torch.manual_seed(0)
+    matrix = torch.randn(48, 24)
+    product = FewRows(matrix)
+    for rows in (torch.randn(24, 2).T, torch.randn(2, 48)[:, ::2], torch.randn(1, 24).as_strided((1, 24), (1, 1), 0)):
+        torch.testing.assert_close(product(rows), rows @ matrix.T)
+        torch.testing.assert_close(linear(rows, matrix), rows @ matrix.T)
+
+
+def given(*shape: int) -> list[torch.Tensor]:
+    """Rows of a shape, a matrix and a bias for them, from one seed."""
+    torch.manual_seed(0)
+    return [torch.randn(size).requires_grad_() for size in ((*shape, 24), (32, 24), (32,))]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 3), (0,), (2, 0)])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("small", [0, products.SMALL])
-def test_a_layer_computes_what_it_did(monkeypatch, shape, bias, small):
-    monkeypatch.setattr(products, "SMALL", small)
-    monkeypatch.setattr(products, "SMALL_FOR_SOME", small)
-    torch.manual_seed(0)
-    layer = nn.Linear(24, 32, bias=bias)
-    swift = copy.deepcopy(layer)
-    prepare_for_few_rows(swift)
-    assert type(swift) is FewRowsLinear
-    given = torch.randn(shape)
+@pytest.mark.parametrize("strided", [True, False])
+def test_gradients(wide, shape, bias, strided):
+    """Also where the gradient that comes is one number for all, and where the rows lie apart."""
+    found = []
+    for product in (linear, F.linear):
+        values = given(*shape)[: 3 if bias else 2]
+        rows = torch.cat([values[0], values[0]], dim=-1)[..., ::2] if strided else values[0]
+        output = product(rows, *values[1:])
+        gradients = torch.autograd.grad(output.sum() + output.square().sum(), values)
+        found.append([output, *gradients, *torch.autograd.grad(product(rows, *values[1:]).sum(), values)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)  # fp32 sums of 24 and up to 14 products
+
+
+def test_only_the_gradients_that_are_wanted(wide):
+    for wanted in itertools.product((True, False), repeat=3):
+        if any(wanted):
+            values = [value.detach().requires_grad_(want) for value, want in zip(given(5), wanted, strict=True)]
+            linear(*values).sum().backward()
+            assert tuple(value.grad is not None for value in values) == wanted
+
+
+def test_second_derivatives(wide):
+    found = []
+    for product in (linear, F.linear):
+        rows, matrix, bias = given(5)
+        (first,) = torch.autograd.grad(product(rows, matrix, bias).pow(3).sum(), rows, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), (rows, matrix)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+
+
+def test_derivatives_of_functions(wide):
+    """torch.func, as the mean flow asks for it; oneDNN's product knows no tangents, and would lose them silently."""
+    rows, matrix, bias = (value.detach() for value in given(5))
+    tangent = torch.randn_like(rows)
     with torch.no_grad():
-        found, expected = swift(given), layer(given)
-    assert found.shape == expected.shape
-    torch.testing.assert_close(found, expected)
-    strided = torch.randn(24, 2).T  # rows that do not lie one behind the other
-    with torch.no_grad():
-        torch.testing.assert_close(swift(strided), layer(strided))
+        value, change = torch.func.jvp(lambda x: linear(x, matrix, bias), (rows,), (tangent,))
+    torch.testing.assert_close(value, F.linear(rows, matrix, bias))
+    torch.testing.assert_close(change, tangent @ matrix.T)
 
 
-def test_training_is_left_alone():
-    layer = nn.Linear(24, 32)
-    swift = copy.deepcopy(layer)
-    prepare_for_few_rows(swift)
-    given = torch.randn(2, 24)
-    losses = []
-    for each in (layer, swift):
-        loss = each(given).square().sum()
-        loss.backward()
-        losses.append(loss)
-    assert torch.equal(*losses)
-    assert torch.equal(layer.weight.grad, swift.weight.grad)
+def test_half_the_digits_where_they_are_asked_for(wide):
+    rows, matrix, bias = given(5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(rows, matrix, bias).dtype == torch.bfloat16
+    half = [value.detach().bfloat16() for value in (rows, matrix, bias)]
+    assert torch.equal(linear(*half), F.linear(*half))
 
 
-@pytest.mark.parametrize("small", [0, products.SMALL])
-def test_the_bias_is_not_changed_and_neither_is_what_was_given(monkeypatch, small):
-    monkeypatch.setattr(products, "SMALL", small)
-    layer = FewRowsLinear(8, 16)
-    given = torch.randn(1, 8)
-    before = [t.clone() for t in (given, layer.weight, layer.bias)]
-    with torch.no_grad():
-        layer(given)
-    for now, then in zip((given, layer.weight, layer.bias), before, strict=True):
-        assert torch.equal(now, then)
-
-
-def test_layers_of_other_kinds_stay():
-    class Other(nn.Linear):
-        pass
-
-    model = nn.Sequential(nn.Linear(4, 4), Other(4, 4), nn.LayerNorm(4))
-    prepare_for_few_rows(model)
-    assert [type(part) for part in model] == [FewRowsLinear, Other, nn.LayerNorm]
-    assert list(model.state_dict()) == list(nn.Sequential(nn.Linear(4, 4), Other(4, 4), nn.LayerNorm(4)).state_dict())
-    prepare_for_few_rows(model, nn.Linear)
-    assert type(model[0]) is nn.Linear
-
-
-def weights_of(layers) -> list[torch.Tensor]:
-    return [layer.weight.detach().clone() for layer in layers]
-
-
-@pytest.mark.parametrize("count", [1, 2, 70])
-@pytest.mark.parametrize("kinds", [(nn.Linear, nn.Linear), (FewRowsLinear, nn.Linear, FewRowsLinear), (nn.Linear,)])
-def test_layers_side_by_side(monkeypatch, count, kinds):
-    monkeypatch.setattr(products, "SMALL", 0)
-    torch.manual_seed(0)
-    layers = [kind(8, 4 * (k + 1), bias=False) for k, kind in enumerate(kinds)]
-    before, rows = weights_of(layers), torch.randn(count, 8)
-    with torch.no_grad():
-        found = side_by_side(layers)(rows)
-        torch.testing.assert_close(found, torch.cat([rows @ weight.T for weight in before], dim=1))
-    places = [layer.weight.data_ptr() for layer in layers]
-    side_by_side(layers)
-    assert [layer.weight.data_ptr() for layer in layers] == places  # they lie well already
-    for layer, weight in zip(layers, before, strict=True):
-        assert torch.equal(layer.weight, weight)
-        assert layer.weight.requires_grad
-
-
-def test_layers_side_by_side_share_their_weights_with_what_trains():
-    layers = [nn.Linear(8, 4, bias=False) for _ in range(2)]
-    product, rows = side_by_side(layers), torch.randn(3, 8)
-    sum(layer(rows).square().sum() for layer in layers).backward()
-    torch.optim.SGD([layer.weight for layer in layers], lr=0.1).step()
-    with torch.no_grad():
-        torch.testing.assert_close(product(rows), torch.cat([layer(rows) for layer in layers], dim=1))
-
-
-def test_neighbours_in_memory_that_are_in_another_order_are_moved():
-    layers = [nn.Linear(8, 4, bias=False) for _ in range(2)]
-    side_by_side(layers)
-    before, rows = weights_of(layers), torch.randn(1, 8)
-    with torch.no_grad():
-        found = side_by_side(layers[::-1])(rows)
-        torch.testing.assert_close(found, torch.cat([rows @ weight.T for weight in before[::-1]], dim=1))
-        torch.testing.assert_close(layers[0](rows), rows @ before[0].T)
-
-
-def test_layers_that_are_no_single_matrix_are_called_one_by_one():
-    class Twice(nn.Linear):
-        def forward(self, input):
-            return 2 * super().forward(input)
-
-    with torch.inference_mode():
-        frozen = nn.Linear(8, 4, bias=False)
-    rows = torch.randn(2, 8)
-    for layers in ([nn.Linear(8, 4), nn.Linear(8, 6)], [Twice(8, 4, bias=False)], [frozen, frozen]):
-        places = [layer.weight.data_ptr() for layer in layers]
-        with torch.no_grad():
-            found = side_by_side(layers)(rows)
-            torch.testing.assert_close(found, torch.cat([layer(rows) for layer in layers], dim=1))
-        assert [layer.weight.data_ptr() for layer in layers] == places
-
-
-def test_large_matrices_are_moved_once_and_stay_the_layers_own():
-    torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(1024, 2048, bias=False), nn.Linear(1024, 1024), nn.Linear(1024, 1024, bias=False)])
-    small = nn.Linear(8, 16)
-    rows = torch.randn(1, 1024)
-    with torch.no_grad():
-        expected = [layer(rows) for layer in model]
-        both = side_by_side([model[0], model[2]])
-        prepare_for_few_rows(nn.ModuleList([*model, small]))
-        places = [layer.weight.data_ptr() for layer in model]
-        assert places[1] % HUGE_PAGE == 0 or not sys.platform.startswith("linux")
-        again = side_by_side([model[0], model[2]])
-        prepare_for_few_rows(model)
-        assert places == [layer.weight.data_ptr() for layer in model]
-        for layer, found in zip(model, expected, strict=True):
-            torch.testing.assert_close(layer(rows), found)
-        for product in (both, again):
-            torch.testing.assert_close(product(rows), torch.cat([expected[0], expected[2]], dim=-1))
-        model[0].weight.zero_()  # as training would change them
-        assert not both(rows)[:, :2048].any()
-
-
-def test_a_layer_notices_that_its_weights_are_others(monkeypatch):
-    monkeypatch.setattr(products, "SMALL", 0)
-    torch.manual_seed(0)
-    layer, other, rows = FewRowsLinear(8, 16), nn.Linear(8, 16), torch.randn(1, 8)
-    with torch.no_grad():
-        layer(rows)
-        layer.weight.mul_(2)  # changed where they lie
-        torch.testing.assert_close(layer(rows), rows @ layer.weight.T + layer.bias)
-        layer.weight.data = other.weight.data.clone()
-        layer.bias.copy_(other.bias)
-        torch.testing.assert_close(layer(rows), other(rows))
-        layer.weight = nn.Parameter(-other.weight)
-        torch.testing.assert_close(layer(rows), -(rows @ other.weight.T) + other.bias)
-        twin = copy.deepcopy(layer)
-        twin.weight.zero_()
-        torch.testing.assert_close(twin(rows), other.bias[None])
-        torch.testing.assert_close(layer(rows), -(rows @ other.weight.T) + other.bias)
+def test_who_multiplies(monkeypatch):
+    """The other library only where it was found to be faster."""
+    rows, matrix, _ = given(5)
+    for wide in (True, False):
+        monkeypatch.setattr(products, "WIDE", wide)
+        with torch.profiler.profile() as seen:
+            linear(rows, matrix)
+        assert any(ONE_DNN.__name__ in event.key for event in seen.key_averages()) == wide

@@ -1,26 +1,85 @@
-"""Matrix products with few rows on CPUs: what a step of generation spends its time on.
+"""Matrix products on CPUs, each in the way that is fast for its shape. docs/performance.md has the numbers.
 
-A text that grows has one row, a small batch a few. For these the libraries' product reads the matrix on one core, at
-less than half of what memory gives, and two rows take twice the time of one. Cut into slices it is a batch of products,
-which are shared among the cores. docs/performance.md has the numbers.
+few rows    A text that grows has one row, a small batch a few. For these the libraries' product reads the matrix on one
+            core, at less than half of what memory gives, and two rows take twice the time of one. native.c reads as
+            fast as memory gives; without it the matrix is cut into slices, a batch of products for all cores.
+many rows   torch multiplies with MKL, which leaves the wide registers of other makers' processors alone. oneDNN, which
+            torch brings along, too, does not.
+
+Which way is taken depends on shapes and on the processor, never on a measurement: a seed gives the same text again, and
+a run that is continued is the run that was not interrupted.
 """
 
-from collections.abc import Callable, Sequence
 from math import gcd
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
 
-from calm.allocator import on_huge_pages
+from calm import native
 
 SLICES = 16
 FEW, MANY = 4, 64  # rows: for which smaller matrices gain, too, and beyond which nothing is gained
 SMALL, SMALL_FOR_SOME = 2**17, 2**19  # numbers of a matrix that gains nothing, for few rows and for more
 
 
+def _wide() -> bool:
+    """Whether this is a processor on which oneDNN was found to be faster: registers of 512 bits, not Intel's."""
+    found = torch.cpu.get_capabilities()
+    return torch.backends.mkldnn.is_available() and bool(found.get("avx512_f")) and "AMD" in found.get("cpu_name", "")
+
+
+WIDE = _wide()
+ONE_DNN = torch.ops.mkldnn._linear_pointwise
+
+
+@register_flop_formula(ONE_DNN)
+def _flops(rows: torch.Size, matrix: torch.Size, *_: Any, **__: Any) -> int:
+    """For torch's counter: (..., d), (m, d)."""
+    return 2 * rows.numel() * matrix[0]
+
+
+def linear(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Many rows: (..., d), (m, d), (m,) → rows @ matrix.T + bias, with gradients."""
+    if WIDE and rows.device.type == "cpu" and rows.dtype == matrix.dtype == torch.float32 and not transformed():
+        return cast(Tensor, _Linear.apply(rows, matrix, bias))
+    return F.linear(rows, matrix, bias)
+
+
+def transformed() -> bool:
+    """Whether more than the product is wanted of it: half the digits, a graph, or a derivative by torch.func."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return True
+    return torch._C._are_functorch_transforms_active()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Linear(torch.autograd.Function):
+    """By oneDNN. The gradient of the matrix, a product of long columns, stays with MKL, which is as fast there."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, matrix)
+        return ONE_DNN(rows, matrix, bias, "none", [], "")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (rows, matrix) = gradients, ctx.saved_tensors
+        of_rows, of_matrix, of_bias = ctx.needs_input_grad
+        flat = gradient.reshape(-1, len(matrix))
+        return (
+            linear(gradient, matrix.T) if of_rows else None,
+            flat.T @ rows.reshape(-1, matrix.shape[1]) if of_matrix else None,
+            flat.sum(0) if of_bias else None,
+        )
+
+
 class FewRows:
-    """Few rows times one matrix (m, d), which may change but not move: rows (n, d) → rows @ matrix.T."""
+    """Few rows times one matrix (m, d), which may change but not move: rows (n, d) → rows @ matrix.T + bias.
+
+    Without gradients.
+    """
 
     def __init__(self, matrix: Tensor):
         self.matrix, self.place, (count, size) = matrix, matrix.data_ptr(), matrix.shape
@@ -28,24 +87,31 @@ class FewRows:
         self.most = 0  # rows for which slices gain
         fast = matrix.dtype.itemsize >= torch.float32.itemsize  # for smaller numbers batches of products are not
         here = matrix.device.type == "cpu" and matrix.is_contiguous()
-        if here and fast and self.slices > 1 and matrix.numel() >= SMALL:
-            self.most = MANY if matrix.numel() >= SMALL_FOR_SOME else FEW
-            each = count // self.slices
-            self.parts = matrix.as_strided((self.slices, size, each), (each * size, 1, size))
+        self.native = native.takes(matrix)
+        self.small = matrix.numel() < SMALL
+        if here and fast and self.slices > 1 and not self.small:
+            self.most = MANY if matrix.numel() >= SMALL_FOR_SOME and not WIDE else FEW
+            self.parts = matrix.view(self.slices, -1, size).transpose(1, 2)  # (slices, d, m / slices)
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         count = len(rows)
+        if count <= FEW and self.native:
+            return native.product(rows, self.matrix, bias)
         if count > self.most:
-            return rows @ self.matrix.T
+            plain = self.small and count <= FEW
+            return F.linear(rows, self.matrix, bias) if plain else linear(rows, self.matrix, bias)
         found = torch.bmm(rows.expand(self.slices, -1, -1), self.parts)  # (slices, n, m / slices)
-        return found.view(1, -1) if count == 1 else found.transpose(0, 1).reshape(count, -1)
+        found = found.view(1, -1) if count == 1 else found.transpose(0, 1).reshape(count, -1)
+        return found if bias is None else found.add_(bias)
 
 
 def long_product(rows: Tensor, matrix: Tensor) -> Tensor:
     """The same for a long matrix, like that of all words: it is faster as the first factor."""
     count, size = rows.shape
-    if count > MANY or rows.device.type != "cpu":
-        return rows @ matrix.T
+    if count > (FEW if WIDE else MANY) or rows.device.type != "cpu":
+        return linear(rows, matrix)
+    if count <= FEW and rows.dtype == matrix.dtype and native.takes(matrix) and not torch.is_grad_enabled():
+        return native.product(rows, matrix)
     slices = gcd(len(matrix), SLICES)
     if slices > 1:
         parts = matrix.view(slices, -1, size)
@@ -53,62 +119,3 @@ def long_product(rows: Tensor, matrix: Tensor) -> Tensor:
     if count == 1:  # twice the same row is faster than a matrix times a vector
         return (matrix @ rows.expand(2, size).contiguous().T).T[:1]
     return (matrix @ rows.T).T
-
-
-class FewRowsLinear(nn.Linear):
-    """A linear layer that is not slow for few rows."""
-
-    product: FewRows | None = None  # with the weights where they lie now
-
-    def forward(self, input: Tensor) -> Tensor:
-        few = 0 < input.numel() <= MANY * self.in_features
-        if not few or torch.is_grad_enabled() or input.device.type != "cpu" or input.dtype != torch.float32:
-            return super().forward(input)
-        rows = input if input.ndim == 2 else input.reshape(-1, self.in_features)
-        if self.product is None or self.product.place != self.weight.data_ptr():
-            self.product = FewRows(self.weight)
-        found = self.product(rows)
-        found = found if self.bias is None else found.add_(self.bias)
-        return found if input.ndim == 2 else found.view(*input.shape[:-1], self.out_features)
-
-
-def prepare_for_few_rows(model: nn.Module, kind: type[nn.Linear] = FewRowsLinear) -> None:
-    """Let the linear layers of a model be of this kind; their weights stay, and so does what training computes."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and type(module) in (nn.Linear, FewRowsLinear):
-            module.__class__ = kind
-            if kind is FewRowsLinear and not module.weight.is_inference():
-                module.weight.data = on_huge_pages(module.weight.data)
-
-
-def side_by_side(layers: Sequence[Any]) -> Callable[[Tensor], Tensor]:
-    """Linear layers of the same rows as one product: (n, d) → (n, all that they give). For inference.
-
-    Their weights come to lie one behind the other, in memory that is one matrix, and stay the layers' own. Layers of
-    other kinds, or with a bias, are called one by one.
-    """
-    weights = [layer.weight for layer in layers if type(layer) in (nn.Linear, FewRowsLinear) and layer.bias is None]
-    if len(weights) < len(layers) or any(weight.is_inference() for weight in weights):
-        return lambda rows: torch.cat([layer(rows) for layer in layers], dim=-1)
-    return FewRows(_one_behind_the_other(weights))
-
-
-@torch.no_grad()
-def _one_behind_the_other(weights: list[Tensor]) -> Tensor:
-    """Matrices (m, d), (n, d) … as one (m + n + …, d). Where they do not lie so yet, they are moved."""
-    first, lengths = weights[0].detach(), [len(weight) for weight in weights]
-    if len(weights) > 1 and _lie_so(weights):
-        return first.as_strided((sum(lengths), first.shape[1]), first.stride())
-    matrix = on_huge_pages(torch.cat(weights) if len(weights) > 1 else first)
-    for weight, part in zip(weights, matrix.split(lengths), strict=True):
-        weight.data = part
-    return matrix
-
-
-def _lie_so(weights: list[Tensor]) -> bool:
-    place, memory = weights[0].data_ptr(), weights[0].untyped_storage().data_ptr()
-    for weight in weights:
-        if weight.data_ptr() != place or weight.untyped_storage().data_ptr() != memory or not weight.is_contiguous():
-            return False
-        place += weight.nbytes
-    return True

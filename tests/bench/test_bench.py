@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from calm import products as calm_products
 from calm.bench import generation, scaling, training
 from calm.bench.clock import ratios, row, take_turns
 from calm.bench.machine import Machine
@@ -46,14 +47,16 @@ def test_products_are_those_of_the_computation():
 
 
 @pytest.mark.parametrize("recipe", ["laptop-calm", "quickstart-calm", "laptop-transformer", "laptop-autoencoder"])
-def test_products_of_a_step_are_what_torch_counts(recipe):
+@pytest.mark.parametrize("wide", [True, False])
+def test_products_of_a_step_are_what_torch_counts(monkeypatch, recipe, wide):
+    monkeypatch.setattr(calm_products, "WIDE", wide)
     made = Training(config_of(recipe, "laptop", *TINY), 64)
     made.step()
     products = Products(made.forward_backward)
     with FlopCounterMode(display=False) as counter:
         made.forward_backward()
     counted = sum(flops for name, flops in counter.get_flop_counts()["Global"].items() if "scaled_dot" not in str(name))
-    assert products.flops == counted
+    assert products.flops == Products(made.forward_backward, by_torch=False).flops == counted
 
 
 def test_a_step_learns():

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from calm.errors import UserError
+from calm.linear import prepare_for_writing
 from calm.models.directories import located
 from calm.models.int8 import to_int8
 from calm.models.loading import load_calm, load_softmax
-from calm.products import prepare_for_few_rows
 from calm.sampling.next_chunk import Sampling
 from calm.sampling.text import Writer
 
@@ -28,7 +28,7 @@ def test_hidden_states_stay_close():
 @pytest.mark.parametrize("load", [load_calm, load_softmax])
 def test_matrices_are_a_quarter_as_long(models, load):
     model = load(models / ("calm-2" if load is load_calm else "softmax"))
-    prepare_for_few_rows(model)  # it has written before
+    prepare_for_writing(model)  # it has written before
     before = sum(p.numel() for p in model.parameters())
     to_int8(model)
     assert sum(p.numel() for p in model.parameters()) < before  # what is left are words and norms

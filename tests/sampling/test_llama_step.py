@@ -8,11 +8,23 @@ import pytest
 import torch
 from transformers import AutoModel, LlamaConfig, LlamaModel, Qwen2Config
 
+from calm import native
 from calm.models.directories import located
 from calm.models.int8 import to_int8
 from calm.sampling.llama_step import LlamaStep, NormStep, takes_steps
 from calm.sampling.predictor import LastStates
 from calm.sampling.text import Writer
+
+
+@pytest.fixture(params=["compiled", "by torch"], autouse=True)
+def ways(request, monkeypatch):
+    """Everything holds with native.c, and where there is no compiler for it."""
+    if request.param == "by torch":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
+        pytest.skip("no C compiler")
+    return request.param
+
 
 SIZES = {
     "vocab_size": 11,
@@ -68,11 +80,38 @@ def assert_same_states(ours, plain: LlamaModel, rows: int, read: int = 2, **tole
         {"rope_parameters": STRETCHED},
     ],
 )
-def test_states_are_those_of_transformers(rows, fields):
+def test_states_are_those_of_transformers(rows, fields, ways):
     model = llama(**fields)
     reads = LastStates(model)
     assert reads.step is not None
+    plain = "hidden_act" not in fields and "mlp_bias" not in fields
+    assert (reads.step.native is not None) == (plain and ways == "compiled")
     assert_same_states(reads, copy.deepcopy(model), rows)
+
+
+@torch.no_grad()
+def test_long_texts(ways):
+    """Beyond the room that keys and values began with, and with products that overflow a softmax without a maximum."""
+    model = llama(num_key_value_heads=2, max_position_embeddings=256)
+    model.layers[0].self_attn.q_proj.weight.mul_(20)
+    reads, length = LastStates(model), 100
+    embedded = torch.randn(1, length, SIZES["hidden_size"], generator=torch.Generator().manual_seed(0))
+    there, positions, cache = torch.ones(1, length, dtype=torch.bool), torch.arange(length)[None], reads.cache()
+    for last in range(1, length + 1):
+        found = reads(embedded[:, last - 1 : last], there[:, :last], positions[:, last - 1 : last], cache)
+    expected = model(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, -1]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)  # sharp attention makes more of a last digit
+
+
+@torch.no_grad()
+def test_matrices_that_are_taken_away_stay_readable():
+    """A step that was made before goes on with what it knew, as its products do."""
+    model = llama()
+    reads, plain = LastStates(model), copy.deepcopy(model)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.data = torch.full_like(weight, torch.nan)
+    assert_same_states(reads, plain, rows=1)
 
 
 @pytest.mark.parametrize("read", [1, 6])

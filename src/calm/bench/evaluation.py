@@ -1,5 +1,6 @@
 """Evaluation: BrierLM at every start of a text, against one plain forward pass of a Transformer over it."""
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from calm.bench.machine import Machine
 from calm.bench.matmuls import Products
 from calm.bench.models import RECIPES, VOCABULARIES, config_of, model_of
 from calm.evaluate.estimators import CalmEstimator, SoftmaxEstimator
+from calm.linear import change_layers
 from calm.noise import RowNoise
 from calm.scores.brier import LONGEST
 
@@ -21,9 +23,10 @@ def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
     vocabulary = VOCABULARIES[size]
     models = {kind: model_of(config_of(name, size), vocabulary).eval() for kind, name in RECIPES[size].items()}
     tokens = torch.randint(vocabulary, (ROWS, LENGTH + LONGEST))
-    forward: Any = models["Transformer"]
+    forward: Any = copy.deepcopy(models["Transformer"])
     ways: dict[str, Callable[[], object]] = {"forward": lambda: forward(input_ids=tokens, use_cache=False)}
     for kind, model in models.items():
+        change_layers(model)
         estimator = CalmEstimator if kind != "Transformer" else SoftmaxEstimator
         way = _estimates(estimator(model, LENGTH, SAMPLES), tokens)
         ways |= {kind: way, f"{kind} products": Products(way).run}

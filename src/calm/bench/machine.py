@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from calm import native
+from calm.products import WIDE
 from calm.train.speed import measured_peak
 
 LARGE = 2**28  # numbers that no cache holds
@@ -21,6 +23,8 @@ class Machine(NamedTuple):
             "processor": _processor(),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
+            "compiled_steps": "yes" if native.library() else "no",
+            "products": "oneDNN" if WIDE else "torch's own",
             "matmul_flops_per_second": self.peak,
             "bytes_per_second": self.bandwidth,
         }

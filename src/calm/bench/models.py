@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from calm.config import RunConfig, load_config
 from calm.heads import EnergyHead
+from calm.linear import FastLinear, change_layers
 from calm.noise import RowNoise
 from calm.train.optimizer import adamw
 from calm.train.stages import described_model, sampled_words
@@ -38,8 +39,9 @@ def model_of(config: RunConfig, vocabulary: int) -> Any:
 class Training:
     """A training step, as `calm train` makes it: forward, backward, clipping, AdamW."""
 
-    def __init__(self, config: RunConfig, vocabulary: int):
+    def __init__(self, config: RunConfig, vocabulary: int, layers: type[nn.Linear] = FastLinear):
         self.config, self.model = config, model_of(config, vocabulary).train()
+        change_layers(self.model, layers)
         self.make_optimizer()
         extra = 1 if config.stage == "transformer" else config.data.chunk_size  # what is predicted and not read
         shape = (config.data.batch_size, config.data.sequence_length + extra)

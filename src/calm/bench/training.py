@@ -2,32 +2,37 @@
 
 from collections.abc import Callable, Iterator
 
+from torch import nn
+
 from calm.bench.clock import Row, ratios, row, take_turns
 from calm.bench.machine import Machine
 from calm.bench.matmuls import Products
 from calm.bench.models import RECIPES, VOCABULARIES, Training, config_of
 from calm.config import RunConfig
+from calm.linear import FastLinear
 from calm.models.calm import CalmForCausalLM
 from calm.paper.cost import cost_of
 
 
 def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
     vocabulary = VOCABULARIES[size]
-    steps = {kind: Training(config_of(recipe, size), vocabulary) for kind, recipe in RECIPES[size].items()}
+    steps = {
+        kind: Training(config_of(recipe, size), vocabulary, nn.Linear if kind == "Transformer" else FastLinear)
+        for kind, recipe in RECIPES[size].items()
+    }
     ways: dict[str, Callable[[], object]] = {}
     for kind, training in steps.items():
         training.step()  # makes the optimizer's states, which are no part of a step
         ways[kind] = training.step
-        ways[f"{kind} products"] = Products(training.step).run
+        ways |= _products(kind, training.step)
     head = Head(steps["energy"])
-    ways |= {"head": head.run, "head products": Products(head.run).run}
+    ways |= {"head": head.run} | _products("head", head.run)
     times = take_turns(ways, rounds)
     for kind, training in steps.items():
         speeds = [training.tokens / seconds for seconds in times[kind]]
         yield row(f"{kind}: a step", [1e3 * seconds for seconds in times[kind]], "ms")
         yield row(f"{kind}: training", speeds, "tokens/s")
-        shares = ratios(times[f"{kind} products"], times[kind])
-        yield row(f"{kind}: share of a bare loop over its matrix products", shares, "")
+        yield from _shares(kind, kind, times)
         flops = flops_of(training.config, training.tokens, vocabulary)
         yield row(
             f"{kind}: share of the matmul peak, FLOPs of calm cost",
@@ -39,8 +44,19 @@ def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
             theirs = [seconds / steps["Transformer"].tokens for seconds in times["Transformer"]]
             yield row(f"{kind}: tokens/s, times LlamaForCausalLM's", ratios(theirs, per_token), "")
     samples = steps["energy"].model.config.num_model_samples
-    shares = ratios(times["head products"], times["head"])
-    yield row(f"energy head and loss, N = {samples}: share of a bare loop over its matrix products", shares, "")
+    yield from _shares("head", f"energy head and loss, N = {samples}", times)
+
+
+def _products(kind: str, way: Callable[[], object]) -> dict[str, Callable[[], object]]:
+    return {f"{kind} products": Products(way).run, f"{kind} own products": Products(way, by_torch=False).run}
+
+
+def _shares(kind: str, name: str, times: dict[str, list[float]]) -> Iterator[Row]:
+    """Of a loop over torch's own products, which a share above 1 is faster than, and over ours."""
+    shares = ratios(times[f"{kind} products"], times[kind])
+    yield row(f"{name}: share of a bare loop over its matrix products", shares, "")
+    shares = ratios(times[f"{kind} own products"], times[kind])
+    yield row(f"{name}: the same, as they are multiplied here", shares, "")
 
 
 def flops_of(config: RunConfig, tokens: int, vocabulary: int) -> float:

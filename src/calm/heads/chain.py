@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from calm.heads.common import NORM_EPS
 from calm.models.layer import Layer
+from calm.products import linear
 
 INITIAL_SPREAD = 0.02
 
@@ -45,7 +46,7 @@ class ChainHead(nn.Module):
         """
         last = before.shape[-2] + 1
         rows = slice(first * self.word_size, last * self.word_size)
-        states = F.linear(hidden, self.hidden.weight[rows], self.hidden.bias[rows])
+        states = linear(hidden, self.hidden.weight[rows], self.hidden.bias[rows])
         states = states.unflatten(-1, (last - first, self.word_size))  # (..., n + 1 - first, d)
         if self.before is not None:
             window = F.pad(before, (0, 0, self.distances, 0)).unfold(-2, self.distances, 1)  # (..., n + 1, d, K - 1)

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from calm.models.fields import AutoencoderFields
 from calm.models.layer import Layer
 from calm.models.posterior import Posterior
+from calm.products import linear
 from calm.scores.vocabulary import most_probable_words, nearest_words
 
 
@@ -70,7 +70,7 @@ class Decoder(nn.Module):
             states = self.expand(chunk_states)  # which may be a faster layer
         else:
             rows = slice(first * size, last * size)
-            states = F.linear(chunk_states, self.expand.weight[rows], self.expand.bias[rows])
+            states = linear(chunk_states, self.expand.weight[rows], self.expand.bias[rows])
         return self.norm(self.token_layers(states.unflatten(-1, (last - first, size))))
 
 
@@ -89,7 +89,7 @@ class Codec(nn.Module):
 
     def decode(self, latents: Tensor) -> Tensor:
         """(..., Z) → logits (..., K, V)."""
-        return self.decoder(latents) @ self.embedding.weight.T
+        return linear(self.decoder(latents), self.embedding.weight)
 
     def tokens(self, latents: Tensor, search: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """The most probable chunk of each latent: (..., Z) → (..., K) ids; `search` finds words of states (n, d)."""

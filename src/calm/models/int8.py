@@ -14,8 +14,8 @@ from torch.ao.quantization.qconfig import per_channel_dynamic_qconfig
 
 from calm.errors import UserError
 from calm.heads import ChainHead
+from calm.linear import change_layers
 from calm.models.network import CalmNetwork
-from calm.products import prepare_for_few_rows
 
 
 def to_int8(model: nn.Module) -> None:
@@ -23,7 +23,7 @@ def to_int8(model: nn.Module) -> None:
     if model.device.type != "cpu":
         raise UserError(f"int8 is for CPUs, and the model is on {model.device.type}; leave it out")
     model.requires_grad_(False)
-    prepare_for_few_rows(model, nn.Linear)  # of plain layers it knows how
+    change_layers(model, nn.Linear)  # of plain layers it knows how
     parts: list[nn.Module] = [model]
     if isinstance(model, CalmNetwork):
         head = model.head.layers if isinstance(model.head, ChainHead) else model.head  # the rest of it is taken apart

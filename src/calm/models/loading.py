@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from calm.errors import UserError
+from calm.linear import change_layers
 from calm.models.autoencoder import ChunkAutoencoder
 from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig
@@ -58,4 +59,5 @@ def _read(directory: Path, cls: Any, extra_allowed: bool = False) -> Any:
     kinds = ("missing_keys", "mismatched_keys", *(("unexpected_keys",) if not extra_allowed else ()))
     if wrong := [name for kind in kinds for name in found[kind]]:
         raise UserError(f"the weights in {directory} do not fit their config.json: {', '.join(map(str, wrong[:3]))}")
+    change_layers(model)
     return model

@@ -29,13 +29,18 @@ class Room:
 
     def behind(self, states: Tensor | None, new: Tensor) -> Tensor:
         """states (B, heads, L, d), or none, with new ones behind them. What is not the last front is copied first."""
+        front = self.reserve(states, new.shape[-2], new)
+        front[..., -new.shape[-2] :, :] = new
+        return front
+
+    def reserve(self, states: Tensor | None, count: int, like: Tensor) -> Tensor:
+        """The same with places behind them that hold nothing yet."""
         before = states.shape[-2] if states is not None and states.numel() else 0
-        after = before + new.shape[-2]
+        after = before + count
         if self.whole is None or states is not self.front or self.whole.shape[-2] < after:
-            self.whole = new.new_empty(*new.shape[:-2], after + max(ROOM, after // 4), new.shape[-1])
+            self.whole = like.new_empty(*like.shape[:-2], after + max(ROOM, after // 4), like.shape[-1])
             if states is not None and before:
                 self.whole[..., :before, :] = states
-        self.whole[..., before:after, :] = new
         self.front = self.whole[..., :after, :]
         return self.front
 
@@ -49,6 +54,12 @@ class RoomyLayer:
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.keys = self.room[0].behind(self.keys, keys)
         self.values = self.room[1].behind(self.values, values)
+        return self.keys, self.values
+
+    def reserve(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of texts that are there, with a place behind them for whoever writes it."""
+        self.keys = self.room[0].reserve(self.keys, 1, self.keys)
+        self.values = self.room[1].reserve(self.values, 1, self.values)
         return self.keys, self.values
 
 

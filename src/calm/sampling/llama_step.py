@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from calm.linear import side_by_side
 from calm.models.llama import Llama
-from calm.products import side_by_side
 from calm.sampling.cache import Cache
+from calm.sampling.native_step import NativeStep
 
 Rotation = Callable[[Tensor], Tensor]  # of heads (B, heads, L, d), each position by its angles
 
@@ -66,12 +67,16 @@ class LlamaStep:
         self.backbone = backbone
         self.layers = [LayerStep(layer) for layer in backbone.layers]
         self.norm = NormStep(backbone.norm)
+        self.native = NativeStep(self) if NativeStep.takes(self) else None
 
     def __call__(self, embedded: Tensor, there: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """States behind the last of more positions (B, L, H) of texts in the cache: (B, H). See Predictor.read."""
         count, length, size = embedded.shape
         visible = seen(there, length)
-        rotate = rotation(*self.backbone.rotary_emb(embedded, positions))
+        cosines, sines = self.backbone.rotary_emb(embedded, positions)
+        if self.native is not None and count * length == 1 and visible.mask is None and cache.get_seq_length():
+            return self.native(embedded, cosines, sines, cache)
+        rotate = rotation(cosines, sines)
         states = embedded.reshape(-1, size)  # (B·L, H)
         for layer, memory in zip(self.layers, cache.layers, strict=True):
             states = layer(states, count, rotate, visible, memory)

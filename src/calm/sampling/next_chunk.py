@@ -18,6 +18,7 @@ from calm.errors import ConfigError, did_you_mean
 from calm.models.fields import CalmFields
 from calm.models.network import CalmNetwork
 from calm.noise import RowNoise, ScaledNoise, draw_uniform
+from calm.products import linear
 from calm.sampling.candidates import UNKNOWN, Candidates
 from calm.sampling.mixture import Cut, Softmaxes, sample_mixture
 from calm.sampling.rejection import MOST_DRAWS, sample_at_temperature
@@ -145,7 +146,7 @@ class LatentCandidates(ModelCandidates):
         """Of all candidates and words at the next position: (B, N, V)."""
         position = len(chosen)
         states = self.model.autoencoder.decoder.token_states(self.states, position, position + 1)[..., 0, :]
-        return (states @ self.search.words.T).float().log_softmax(-1)
+        return linear(states, self.search.words).float().log_softmax(-1)
 
 
 def softmaxes(model: CalmNetwork, search: VocabularySearch, hidden: Tensor, noise: RowNoise, count: int) -> Softmaxes:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from calm.errors import ConfigError
+from calm.linear import prepare_for_writing
 from calm.models.fields import check_positions
 from calm.models.network import CalmNetwork
 from calm.noise import RowNoise, draw_uniform
-from calm.products import prepare_for_few_rows
 from calm.sampling.cache import Cache, RoomyCache, transformers_cache
 from calm.sampling.llama_step import LlamaStep, takes_steps
 from calm.sampling.mixture import sample_mixture
@@ -46,7 +46,7 @@ class CalmPredictor:
     def __init__(self, model: CalmNetwork):
         self.model = model
         self.last_states = LastStates(model.backbone)  # first: matrices that it joins are not moved twice
-        prepare_for_few_rows(model)
+        prepare_for_writing(model)
         self.chunk_size, self.knows_fill = model.config.chunk_size, model.config.knows_fill
 
     def resolve(self, sampling: Sampling) -> Sampling:
@@ -67,7 +67,7 @@ class SoftmaxPredictor:
     def __init__(self, model: Any):  # one of transformers
         self.model = model
         self.last_states = LastStates(model.base_model)
-        prepare_for_few_rows(model)
+        prepare_for_writing(model)
         self.embed = model.get_input_embeddings()
         self.project = model.get_output_embeddings()
 

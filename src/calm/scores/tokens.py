@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from calm.products import linear
+
 
 class Words(NamedTuple):
     ids: Tensor  # (W,), sorted; every target is among them
@@ -22,6 +24,6 @@ def token_nats(states: Tensor, vocabulary: Tensor, targets: Tensor, words: Words
     """States (..., K, d), words (V, d) and targets (..., K) → nats (..., K)."""
     if words is not None:
         vocabulary, targets = vocabulary[words.ids], torch.searchsorted(words.ids, targets.contiguous())
-    logits = (states @ vocabulary.T).float()  # (..., K, W)
+    logits = linear(states, vocabulary).float()  # (..., K, W)
     chosen = logits.gather(-1, targets[..., None])[..., 0]
     return (logits if words is None else logits + words.weights.log()).logsumexp(-1) - chosen

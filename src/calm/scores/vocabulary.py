@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from calm.noise import pick
-from calm.products import long_product
+from calm.products import linear, long_product
 
 SLICE_ELEMENTS = 2**24  # logits held at once: 64 MB in fp32
 
@@ -25,7 +25,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(targets), rows):
             here = slice(start, start + rows)
             with torch.autocast(states.device.type, enabled=False):
-                logits = (states[here] @ words.T).float()  # (rows, V)
+                logits = linear(states[here], words).float()  # (rows, V)
             normaliser = logits.logsumexp(-1)
             index = targets[here, None]
             total += ((normaliser - logits.gather(1, index)[:, 0]) * weights[here]).sum()
@@ -33,7 +33,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             gradient.scatter_add_(1, index, gradient.new_full(index.shape, -1.0))
             gradient = gradient.mul_(weights[here, None]).to(states.dtype)
             with torch.autocast(states.device.type, enabled=False):
-                grad_states[here] = gradient @ words
+                grad_states[here] = linear(gradient, words.T)
                 if gradient.dtype == torch.float32:
                     grad_words.addmm_(gradient.T, states[here])  # no second matrix of all words
                 else:

@@ -26,6 +26,7 @@ from calm.config import CONFIG_FILE, RunConfig, load_config, save_config
 from calm.data.loader import mix
 from calm.errors import ConfigError, UserError
 from calm.files import TEMPORARY, claimed, write_json
+from calm.linear import change_layers
 from calm.processes import Processes, processes
 from calm.train.checkpoint import Checkpoints, load, state_of, versions
 from calm.train.distributed import shard, whole
@@ -109,6 +110,7 @@ class _Run:
         self.stage = STAGES[self.config.stage](self.config, self.among)
         self._check_memory()
         self.model: Any = self.stage.model
+        change_layers(self.model)
         self.model.to(self.among.device)
         self.model.train()
         if settings.gradient_checkpointing:
