@@ -9,6 +9,7 @@
 #include <string.h>
 
 #define SMALL 16384 /* numbers of a matrix that one thread has read before others are awake */
+#define ROWS 64     /* of a matrix that a thread takes at once: whoever is slowed down by other programs takes fewer */
 
 typedef struct {
     const float *norm, *project, *output, *mlp_norm, *gate_up, *down;
@@ -37,7 +38,7 @@ static void rms_norm(const float *state, const float *weight, float *normed, lon
 }
 
 static void add_product(const float *matrix, const float *row, float *sum, long outputs, long inputs) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, ROWS)
     for (long i = 0; i < outputs; i++) sum[i] += dot(matrix + i * inputs, row, inputs);
 }
 
@@ -81,7 +82,7 @@ void calm_llama_step(const Llama *llama, const Layer *layers, float *state, cons
     {
         for (const Layer *layer = layers; layer < layers + llama->layers; layer++) {
             rms_norm(state, layer->norm, normed, size, llama->eps);
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, ROWS)
             for (long i = 0; i < all; i++) projected[i] = dot(layer->project + i * size, normed, size);
 #pragma omp for schedule(static)
             for (long i = 0; i < shared; i++) {
@@ -101,7 +102,7 @@ void calm_llama_step(const Llama *llama, const Layer *layers, float *state, cons
             }
             add_product(layer->output, attended, state, size, heads * width);
             rms_norm(state, layer->mlp_norm, normed, size, llama->eps);
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, ROWS)
             for (long i = 0; i < inner; i++) {
                 float gate = dot(layer->gate_up + i * size, normed, size);
                 gated[i] = gate / (1 + expf(-gate)) * dot(layer->gate_up + (inner + i) * size, normed, size);
@@ -116,7 +117,7 @@ void calm_llama_step(const Llama *llama, const Layer *layers, float *state, cons
 /* rows (count, inputs) @ matrix.T (outputs, inputs) + bias, where there is one → (count, outputs) */
 void calm_product(const float *matrix, const float *rows, const float *bias, float *found, long outputs, long inputs,
                   long count, int threads) {
-#pragma omp parallel for schedule(static) num_threads(outputs * inputs < SMALL ? 1 : threads)
+#pragma omp parallel for schedule(dynamic, ROWS) num_threads(outputs * inputs < SMALL ? 1 : threads)
     for (long i = 0; i < outputs; i++)
         for (long row = 0; row < count; row++)
             found[row * outputs + i] = dot(matrix + i * inputs, rows + row * inputs, inputs) + (bias ? bias[i] : 0);

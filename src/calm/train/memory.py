@@ -17,11 +17,13 @@ from calm.config import RunConfig
 from calm.models.autoencoder import ChunkAutoencoder
 from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import ChunkAutoencoderConfig
+from calm.products import WIDE
 from calm.train.checkpoint import LARGEST_FILE
 
 NUMBER = 4  # bytes
 AROUND = 1.2
-LIBRARIES = 32e6  # bytes that they take for themselves at the first step
+# Bytes that libraries take for themselves: at the first step, and oneDNN for the code that it writes for each shape.
+LIBRARIES = 32e6 + (70e6 if WIDE else 0)
 
 
 def training_memory(model: nn.Module, config: RunConfig, rows: float, processes: int = 1) -> float:
