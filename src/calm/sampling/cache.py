@@ -30,7 +30,7 @@ class Room:
     def behind(self, states: Tensor | None, new: Tensor) -> Tensor:
         """states (B, heads, L, d), or none, with new ones behind them. What is not the last front is copied first."""
         front = self.reserve(states, new.shape[-2], new)
-        front[..., -new.shape[-2] :, :] = new
+        front[..., front.shape[-2] - new.shape[-2] :, :] = new
         return front
 
     def reserve(self, states: Tensor | None, count: int, like: Tensor) -> Tensor:
