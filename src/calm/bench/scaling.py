@@ -50,32 +50,38 @@ def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
 
 
 def _processes(rounds: int) -> Iterator[Row]:
-    """Weak scaling: each process has one thread and a batch of its own."""
-    alone, together = (_step_times(count, rounds) for count in (1, 2))
+    """Weak scaling: each process has one thread and a batch of its own.
+
+    Two that have nothing to do with each other, each with all parameters, tell what sharing the machine costs.
+    """
+    alone, apart, together = (sorted(_step_times(*kind, rounds)) for kind in ((1, False), (2, False), (2, True)))
     yield row("one process: a step", [1e3 * seconds for seconds in alone], "ms")
+    yield row("two processes, each by itself: a step", [1e3 * seconds for seconds in apart], "ms")
     yield row("two processes, twice the batch: a step", [1e3 * seconds for seconds in together], "ms")
-    yield row("two processes: efficiency", ratios(sorted(alone), sorted(together)), "")
-    beyond = [1e3 * (both - one) for one, both in zip(sorted(alone), sorted(together), strict=True)]
-    yield row("two processes: collectives, and memory that two read, a step", beyond, "ms")
+    yield row("two processes: efficiency", ratios(alone, together), "")
+    for name, less, more in (("the machine that two share", alone, apart), ("collectives", apart, together)):
+        yield row(f"two processes: {name}, a step", [1e3 * (b - a) for a, b in zip(less, more, strict=True)], "ms")
 
 
-def _step_times(processes: int, rounds: int) -> list[float]:
+def _step_times(processes: int, sharded: bool, rounds: int) -> list[float]:
     with TemporaryDirectory() as folder, ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        given = [(rank, processes, f"file://{Path(folder) / 'meeting'}", rounds) for rank in range(processes)]
+        given = [(rank, processes, f"file://{Path(folder) / 'meeting'}", sharded, rounds) for rank in range(processes)]
         first, *_ = pool.map(_times, *zip(*given, strict=True))
         return first
 
 
-def _times(rank: int, size: int, meeting: str, rounds: int) -> list[float]:
-    """Seconds of a process's steps, its parameters sharded among all, as in training."""
+def _times(rank: int, size: int, meeting: str, sharded: bool, rounds: int) -> list[float]:
+    """Seconds of a process's steps, which begin together, its parameters sharded among all, as in training, or not."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
     try:
         training = Training(config_of("laptop-calm", "laptop"), WORDS)
-        shard(training.model, Processes(rank, size, torch.device("cpu"), dist.group.WORLD))
+        if sharded:
+            shard(training.model, Processes(rank, size, torch.device("cpu"), dist.group.WORLD))
         training.make_optimizer()
         seconds = []
         for _ in range(rounds + 1):
+            dist.barrier()
             began = time.perf_counter()
             training.step()
             seconds.append(time.perf_counter() - began)

@@ -48,7 +48,8 @@ def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
 
 
 def _products(kind: str, way: Callable[[], object]) -> dict[str, Callable[[], object]]:
-    return {f"{kind} products": Products(way).run, f"{kind} own products": Products(way, by_torch=False).run}
+    products = Products(way)
+    return {f"{kind} products": products.run, f"{kind} own products": products.run_own}
 
 
 def _shares(kind: str, name: str, times: dict[str, list[float]]) -> Iterator[Row]:
