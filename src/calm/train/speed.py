@@ -10,17 +10,18 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from calm.processes import Processes
+from calm.products import linear
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """FLOP/s of a large matrix product on this machine: what "share of the peak" is a share of."""
+    """FLOP/s of a large matrix product on this machine, as training computes it: what shares of the peak are of."""
     size = 4096 if device.type == "cuda" else 1024
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    torch.mm(left, right)  # warms up
+    linear(left, right)  # warms up
     best, began = 0.0, time.perf_counter()
     while best == 0.0 or time.perf_counter() - began < seconds:
         start = time.perf_counter()
-        torch.mm(left, right)
+        linear(left, right)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = max(best, 2 * size**3 / (time.perf_counter() - start))
