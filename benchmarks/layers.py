@@ -3,7 +3,7 @@
     python benchmarks/layers.py                      the laptop recipes
     python benchmarks/layers.py laptop-autoencoder   others
 
-Both take turns; where torch's own products are taken (calm.products.WIDE), there is nothing to gain.
+Both take turns; where oneDNN is not taken (calm.products.WIDE is false), both are the same.
 """
 
 import argparse

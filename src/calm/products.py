@@ -3,8 +3,8 @@
 few rows    A text that grows has one row, a small batch a few. For these the libraries' product reads the matrix on one
             core, at less than half of what memory gives, and two rows take twice the time of one. native.c reads as
             fast as memory gives; without it the matrix is cut into slices, a batch of products for all cores.
-many rows   torch multiplies with MKL, which leaves the wide registers of other makers' processors alone. oneDNN, which
-            torch brings along, too, does not.
+many rows   torch multiplies with MKL, which on processors of other makers seems to leave AVX-512 alone. oneDNN, which
+            torch brings along, too, uses it.
 
 Which way is taken depends on shapes and on the processor, never on a measurement: a seed gives the same text again, and
 a run that is continued is the run that was not interrupted.
