@@ -391,7 +391,7 @@ def reproduce(
 )
 def bench(
     what: Annotated[str, typer.Argument(help="training, generation, evaluation, memory, scaling or all.")] = "all",
-    size: Annotated[str, typer.Option(help="laptop, or paper: CALM-M, Transformer-S, 17 GB.")] = "laptop",
+    size: Annotated[str, typer.Option(help="laptop, or paper: CALM-M, Transformer-S, 20 GB.")] = "laptop",
     rounds: Annotated[int, typer.Option(min=1, help="How often each is measured, in turns.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
