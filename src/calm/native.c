@@ -1,20 +1,29 @@
-/* Steps of a single text on CPUs: products of a matrix with few rows, and one position through the layers of a Llama.
+/* Steps of few texts on CPUs: products of a matrix with few rows, layers made of them, and one more position of each
+ * text through a Llama.
  *
  * Such a step reads every weight once and computes little. In torch it is some hundred operations, each of which costs
- * more than it computes, since the weights have swept everything else out of the caches; here it is one, and reading is
- * what takes the time. What is computed is sampling/llama_step.py, which does the same where there is no compiler.
- * native.py compiles this file. OpenMP's threads are those that torch has already.
+ * more than it computes, since the weights have swept everything else out of the caches; here they are a few, and
+ * reading is what takes the time. Where there is no compiler torch computes the same. native.py compiles this file.
+ * OpenMP's threads are those that torch has already.
  */
 #include <math.h>
 #include <string.h>
 
 #define SMALL 16384 /* numbers of a matrix that one thread has read before others are awake */
-#define ROWS 64     /* of a matrix that a thread takes at once: whoever is slowed down by other programs takes fewer */
+/* Rows of a matrix that are multiplied one behind the other, since memory is fast where it is read straight on, and how
+ * often a thread does so at once: whoever is slowed down by other programs takes fewer. */
+#define BLOCK 32
+#define BLOCKS 4
+
+typedef struct {
+    const float *matrix, *bias; /* (outputs, inputs), (outputs) or none */
+    long outputs, inputs;
+} Linear;
 
 typedef struct {
     const float *norm, *project, *output, *mlp_norm, *gate_up, *down;
-    float *keys, *values; /* (shared, room, width) */
-} Layer;
+    float *keys, *values; /* (texts, shared, room, width) */
+} LlamaLayer;
 
 typedef struct {
     long layers, size, inner, heads, shared, width; /* H, the MLP's width, heads of queries, of keys, numbers of a head */
@@ -29,17 +38,70 @@ static float dot(const float *a, const float *b, long count) {
     return sum;
 }
 
-/* What follows is called by all threads of a team together, each of which does its part. */
-
-static void rms_norm(const float *state, const float *weight, float *normed, long size, float eps) {
-    float scale = 1 / sqrtf(dot(state, state, size) / size + eps);
-#pragma omp for schedule(static)
-    for (long i = 0; i < size; i++) normed[i] = state[i] * scale * weight[i];
+static float output(Linear linear, long i, const float *row) {
+    return dot(linear.matrix + i * linear.inputs, row, linear.inputs) + (linear.bias ? linear.bias[i] : 0);
 }
 
-static void add_product(const float *matrix, const float *row, float *sum, long outputs, long inputs) {
-#pragma omp for schedule(dynamic, ROWS)
-    for (long i = 0; i < outputs; i++) sum[i] += dot(matrix + i * inputs, row, inputs);
+static long least(long a, long b) { return a < b ? a : b; }
+
+static float silu(float x) { return x / (1 + expf(-x)); }
+
+/* What follows is called by all threads of a team together, each of which does its part of `count` rows. */
+
+static void rms_norm(const float *rows, const float *weight, float *normed, long count, long size, float eps) {
+    for (long row = 0; row < count; row++, rows += size, normed += size) {
+        float scale = 1 / sqrtf(dot(rows, rows, size) / size + eps);
+#pragma omp for schedule(static) nowait
+        for (long i = 0; i < size; i++) normed[i] = rows[i] * scale * weight[i];
+    }
+#pragma omp barrier
+}
+
+static void layer_norm(const float *rows, const float *weight, const float *bias, float *normed, long count, long size,
+                       float eps) {
+    for (long row = 0; row < count; row++, rows += size, normed += size) {
+        float mean = 0, variance = 0;
+#pragma omp simd reduction(+ : mean)
+        for (long i = 0; i < size; i++) mean += rows[i] / size;
+#pragma omp simd reduction(+ : variance)
+        for (long i = 0; i < size; i++) variance += (rows[i] - mean) * (rows[i] - mean) / size;
+        float scale = 1 / sqrtf(variance + eps);
+#pragma omp for schedule(static) nowait
+        for (long i = 0; i < size; i++) normed[i] = (rows[i] - mean) * scale * weight[i] + bias[i];
+    }
+#pragma omp barrier
+}
+
+/* rows @ matrix.T + bias, added to what there was before, if anything */
+static void product(Linear linear, const float *rows, const float *before, float *found, long count) {
+    long outputs = linear.outputs;
+#pragma omp for schedule(dynamic, BLOCKS)
+    for (long first = 0; first < outputs; first += BLOCK)
+        for (long row = 0; row < count; row++) {
+            const float *of = rows + row * linear.inputs, *sums = before ? before + row * outputs : 0;
+            float *to = found + row * outputs;
+            for (long i = first; i < least(first + BLOCK, outputs); i++)
+                to[i] = output(linear, i, of) + (sums ? sums[i] : 0);
+        }
+}
+
+static void silu_product(Linear linear, const float *rows, const float *before, float *found, long count) {
+    product(linear, rows, before, found, count);
+#pragma omp for schedule(static)
+    for (long i = 0; i < count * linear.outputs; i++) found[i] = silu(found[i]);
+}
+
+/* silu(gate(row))·up(row), which are of the same size */
+static void gated_product(Linear gate, Linear up, const float *rows, float *found, long count) {
+    long outputs = gate.outputs;
+#pragma omp for schedule(dynamic, BLOCKS)
+    for (long first = 0; first < outputs; first += BLOCK)
+        for (long row = 0; row < count; row++) {
+            const float *of = rows + row * gate.inputs;
+            float *to = found + row * outputs;
+            for (long i = first; i < least(first + BLOCK, outputs); i++) to[i] = silu(output(gate, i, of));
+            for (long i = first; i < least(first + BLOCK, outputs); i++) to[i] *= output(up, i, of);
+        }
 }
 
 static void turn(float *head, const float *cosines, const float *sines, long width) {
@@ -71,54 +133,86 @@ static void attend(const float *query, const float *keys, const float *values, f
     for (long i = 0; i < width; i++) found[i] /= sum;
 }
 
-/* state (H) → the norm of what all layers make of it, in place; `length` counts this position, which keys and values
- * have room for. scratch: H + (heads + 2·shared + heads)·width + inner numbers. */
-void calm_llama_step(const Llama *llama, const Layer *layers, float *state, const float *cosines, const float *sines,
-                     long length, long room, float *scratch, int threads) {
+/* States (texts, H) of one position each → the norm of what all layers make of them, in place. `length` counts the
+ * position, which keys and values have room for; a text begins at its place in `first`. Cosines and sines: (texts, width).
+ * scratch: H + (heads + 2·shared + heads)·width + inner numbers for each text. */
+void calm_llama_step(const Llama *llama, const LlamaLayer *layers, float *states, const float *cosines,
+                     const float *sines, const long *first, long texts, long length, long room, float *scratch,
+                     int threads) {
     long size = llama->size, width = llama->width, heads = llama->heads, shared = llama->shared, inner = llama->inner;
     long all = (heads + 2 * shared) * width;
-    float *normed = scratch, *projected = normed + size, *attended = projected + all, *gated = attended + heads * width;
+    float *normed = scratch, *projected = normed + texts * size, *attended = projected + texts * all;
+    float *gated = attended + texts * heads * width;
 #pragma omp parallel num_threads(threads)
     {
-        for (const Layer *layer = layers; layer < layers + llama->layers; layer++) {
-            rms_norm(state, layer->norm, normed, size, llama->eps);
-#pragma omp for schedule(dynamic, ROWS)
-            for (long i = 0; i < all; i++) projected[i] = dot(layer->project + i * size, normed, size);
-#pragma omp for schedule(static)
-            for (long i = 0; i < shared; i++) {
-                float *key = projected + (heads + i) * width, *value = key + shared * width;
-                long place = (i * room + length - 1) * width;
-                turn(key, cosines, sines, width);
-                memcpy(layer->keys + place, key, width * sizeof(float));
-                memcpy(layer->values + place, value, width * sizeof(float));
-            }
-#pragma omp for schedule(static)
-            for (long i = 0; i < heads; i++) {
-                float *query = projected + i * width;
-                long first = i * shared / heads * room * width;
-                turn(query, cosines, sines, width);
-                attend(query, layer->keys + first, layer->values + first, attended + i * width, length, width,
-                       llama->scale);
-            }
-            add_product(layer->output, attended, state, size, heads * width);
-            rms_norm(state, layer->mlp_norm, normed, size, llama->eps);
-#pragma omp for schedule(dynamic, ROWS)
-            for (long i = 0; i < inner; i++) {
-                float gate = dot(layer->gate_up + i * size, normed, size);
-                gated[i] = gate / (1 + expf(-gate)) * dot(layer->gate_up + (inner + i) * size, normed, size);
-            }
-            add_product(layer->down, gated, state, size, inner);
+        for (const LlamaLayer *layer = layers; layer < layers + llama->layers; layer++) {
+            rms_norm(states, layer->norm, normed, texts, size, llama->eps);
+            product((Linear){layer->project, 0, all, size}, normed, 0, projected, texts);
+#pragma omp for collapse(2) schedule(static)
+            for (long text = 0; text < texts; text++)
+                for (long i = 0; i < shared; i++) {
+                    float *key = projected + text * all + (heads + i) * width, *value = key + shared * width;
+                    long place = ((text * shared + i) * room + length - 1) * width;
+                    turn(key, cosines + text * width, sines + text * width, width);
+                    memcpy(layer->keys + place, key, width * sizeof(float));
+                    memcpy(layer->values + place, value, width * sizeof(float));
+                }
+#pragma omp for collapse(2) schedule(static)
+            for (long text = 0; text < texts; text++)
+                for (long i = 0; i < heads; i++) {
+                    float *query = projected + text * all + i * width;
+                    long place = ((text * shared + i * shared / heads) * room + first[text]) * width;
+                    turn(query, cosines + text * width, sines + text * width, width);
+                    attend(query, layer->keys + place, layer->values + place, attended + (text * heads + i) * width,
+                           length - first[text], width, llama->scale);
+                }
+            product((Linear){layer->output, 0, size, heads * width}, attended, states, states, texts);
+            rms_norm(states, layer->mlp_norm, normed, texts, size, llama->eps);
+            gated_product((Linear){layer->gate_up, 0, inner, size},
+                          (Linear){layer->gate_up + inner * size, 0, inner, size}, normed, gated, texts);
+            product((Linear){layer->down, 0, size, inner}, gated, states, states, texts);
         }
-        rms_norm(state, llama->norm, normed, size, llama->eps);
+        rms_norm(states, llama->norm, normed, texts, size, llama->eps);
     }
-    memcpy(state, normed, size * sizeof(float));
+    memcpy(states, normed, texts * size * sizeof(float));
+}
+
+/* x + down(silu(gate(y))·up(y)), y = RMSNorm(x): the layer of models/layer.py. scratch: size + inner numbers a row. */
+void calm_layer(const float *norm, const float *gate, const float *up, const float *down, const float *rows,
+                float *found, float *scratch, long count, long size, long inner, float eps, int threads) {
+    float *normed = scratch, *gated = normed + count * size;
+#pragma omp parallel num_threads(threads)
+    {
+        rms_norm(rows, norm, normed, count, size, eps);
+        gated_product((Linear){gate, 0, inner, size}, (Linear){up, 0, inner, size}, normed, gated, count);
+        product((Linear){down, 0, size, inner}, gated, rows, found, count);
+    }
+}
+
+typedef struct {
+    const float *norm, *norm_bias, *fuse_state, *fuse_condition, *fuse_bias, *mix, *mix_bias, *gate_up, *gate_up_bias,
+        *down, *down_bias;
+} EnergyBlock;
+
+/* The block of heads/energy.py, on a condition for each row. scratch: 2·size numbers a row. */
+void calm_energy_block(const EnergyBlock *block, const float *rows, const float *conditions, float *found,
+                       float *scratch, long count, long size, float eps, int threads) {
+    float *one = scratch, *other = one + count * size;
+#pragma omp parallel num_threads(threads)
+    {
+        layer_norm(rows, block->norm, block->norm_bias, one, count, size, eps);
+        product((Linear){block->fuse_condition, block->fuse_bias, size, size}, conditions, 0, other, count);
+        silu_product((Linear){block->fuse_state, 0, size, size}, one, other, other, count);
+        silu_product((Linear){block->mix, block->mix_bias, size, size}, other, 0, one, count);
+        gated_product((Linear){block->gate_up, block->gate_up_bias, size, size},
+                      (Linear){block->gate_up + size * size, block->gate_up_bias + size, size, size}, one, other, count);
+        product((Linear){block->down, block->down_bias, size, size}, other, rows, found, count);
+    }
 }
 
 /* rows (count, inputs) @ matrix.T (outputs, inputs) + bias, where there is one → (count, outputs) */
-void calm_product(const float *matrix, const float *rows, const float *bias, float *found, long outputs, long inputs,
-                  long count, int threads) {
-#pragma omp parallel for schedule(dynamic, ROWS) num_threads(outputs * inputs < SMALL ? 1 : threads)
-    for (long i = 0; i < outputs; i++)
-        for (long row = 0; row < count; row++)
-            found[row * outputs + i] = dot(matrix + i * inputs, rows + row * inputs, inputs) + (bias ? bias[i] : 0);
+void calm_product(const float *matrix, const float *bias, const float *rows, float *found, long count, long outputs,
+                  long inputs, int threads) {
+#pragma omp parallel num_threads(outputs * inputs < SMALL ? 1 : threads)
+    product((Linear){matrix, bias, outputs, inputs}, rows, 0, found, count);
 }

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ SWITCH = "CALM_NATIVE"  # set to 0, everything is left to torch
 PATIENCE = 60  # seconds for a compiler
 
 
-class Layer(ctypes.Structure):
+class LlamaLayer(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_void_p)
         for name in ("norm", "project", "output", "mlp_norm", "gate_up", "down", "keys", "values")
@@ -40,6 +41,15 @@ class Llama(ctypes.Structure):
     ]
 
 
+_POINTER, _NUMBER, _REAL, _THREADS = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+SIGNATURES: dict[str, list[Any]] = {
+    "calm_product": [*[_POINTER] * 4, *[_NUMBER] * 3, _THREADS],
+    "calm_layer": [*[_POINTER] * 7, *[_NUMBER] * 3, _REAL, _THREADS],
+    "calm_energy_block": [*[_POINTER] * 5, *[_NUMBER] * 2, _REAL, _THREADS],
+    "calm_llama_step": [*[_POINTER] * 6, *[_NUMBER] * 3, _POINTER, _THREADS],
+}
+
+
 @lru_cache
 def library() -> ctypes.CDLL | None:
     """The compiled functions, or nothing where they cannot be had."""
@@ -49,10 +59,8 @@ def library() -> ctypes.CDLL | None:
         found = ctypes.CDLL(str(_compiled()))
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError):  # no compiler, no home, another OpenMP
         return None
-    pointer, number = ctypes.c_void_p, ctypes.c_long
-    found.calm_product.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int]
-    found.calm_llama_step.argtypes = [pointer] * 5 + [number] * 2 + [pointer, ctypes.c_int]
-    found.calm_product.restype = found.calm_llama_step.restype = None
+    for name, kinds in SIGNATURES.items():
+        getattr(found, name).argtypes, getattr(found, name).restype = kinds, None
     return found
 
 
@@ -89,16 +97,41 @@ def product(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     """Few rows (n, d), a matrix (m, d) that this takes, and a bias (m,): (n, m), without gradients."""
     rows, (outputs, inputs) = rows.contiguous(), matrix.shape
     found = rows.new_empty(len(rows), outputs)
-    functions = library()
-    assert functions is not None
-    functions.calm_product(
-        matrix.data_ptr(),
-        rows.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        found.data_ptr(),
-        outputs,
-        inputs,
-        len(rows),
-        torch.get_num_threads(),
-    )
+    own = None if bias is None else bias.data_ptr()
+    _call("calm_product", matrix.data_ptr(), own, rows.data_ptr(), found.data_ptr(), len(rows), outputs, inputs)
     return found
+
+
+def layer(rows: Tensor, weights: list[Tensor], eps: float) -> Tensor:
+    """x + SwiGLU(RMSNorm(x)) of few rows (..., d); weights of the norm, gate, up and down."""
+    inner, size = weights[1].shape
+    count, found = rows.numel() // size, torch.empty_like(rows)
+    scratch = rows.new_empty(count * (size + inner))
+    given = (tensor.data_ptr() for tensor in (*weights, rows, found, scratch))
+    _call("calm_layer", *given, count, size, inner, eps)
+    return found
+
+
+def energy_block(rows: Tensor, conditions: Tensor, weights: list[Tensor], eps: float) -> Tensor:
+    """A block of the energy head, its weights in their order, on few rows (..., d) and as many conditions."""
+    conditions, size = conditions.contiguous(), len(weights[0])
+    count, found = rows.numel() // size, torch.empty_like(rows)
+    scratch = rows.new_empty(2 * count * size)
+    block = (ctypes.c_void_p * len(weights))(*(weight.data_ptr() for weight in weights))
+    given = (tensor.data_ptr() for tensor in (rows, conditions, found, scratch))
+    _call("calm_energy_block", block, *given, count, size, eps)
+    return found
+
+
+def llama_step(
+    llama: Llama, layers: Any, states: Tensor, cosines: Tensor, sines: Tensor, first: Tensor, length: int, room: int
+) -> None:
+    """One more position of few texts, whose states (n, H) it changes; see native.c."""
+    width = llama.size + 2 * (llama.heads + llama.shared) * llama.width + llama.inner
+    scratch = states.new_empty(len(states) * width)
+    given = (tensor.data_ptr() for tensor in (states, cosines, sines, first))
+    _call("calm_llama_step", ctypes.byref(llama), layers, *given, len(states), length, room, scratch.data_ptr())
+
+
+def _call(name: str, *given: Any) -> None:
+    getattr(library(), name)(*given, torch.get_num_threads())

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from calm.linear import side_by_side
 from calm.models.llama import Llama
+from calm.products import FEW
 from calm.sampling.cache import Cache
 from calm.sampling.native_step import NativeStep
 
@@ -72,11 +73,10 @@ class LlamaStep:
     def __call__(self, embedded: Tensor, there: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """States behind the last of more positions (B, L, H) of texts in the cache: (B, H). See Predictor.read."""
         count, length, size = embedded.shape
-        visible = seen(there, length)
         cosines, sines = self.backbone.rotary_emb(embedded, positions)
-        if self.native is not None and count * length == 1 and visible.mask is None and cache.get_seq_length():
-            return self.native(embedded, cosines, sines, cache)
-        rotate = rotation(cosines, sines)
+        if self.native is not None and length == 1 and count <= FEW and cache.get_seq_length():
+            return self.native(embedded, there, cosines, sines, cache)
+        visible, rotate = seen(there, length), rotation(cosines, sines)
         states = embedded.reshape(-1, size)  # (B·L, H)
         for layer, memory in zip(self.layers, cache.layers, strict=True):
             states = layer(states, count, rotate, visible, memory)

@@ -1,9 +1,7 @@
-"""One more position of a single text through a Llama, in one call of native.c."""
+"""One more position of few texts through a Llama, in one call of native.c."""
 
-import ctypes
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from calm import native
@@ -25,10 +23,9 @@ class NativeStep:
             *(len(step.layers), size, inner, heads, shared, width),
             *(step.norm.norm.variance_epsilon, first.attention.scaling, self.norm.data_ptr()),
         )
-        self.layers = (native.Layer * len(step.layers))(
-            *(native.Layer(*(weight.data_ptr() for weight in weights)) for weights in self.weights)
+        self.layers = (native.LlamaLayer * len(step.layers))(
+            *(native.LlamaLayer(*(weight.data_ptr() for weight in weights)) for weights in self.weights)
         )
-        self.scratch = size + 2 * (heads + shared) * width + inner  # numbers
 
     @staticmethod
     def takes(step: Any) -> bool:
@@ -39,30 +36,21 @@ class NativeStep:
         weights = [weight for layer in step.layers for weight in _weights(layer)]
         return step.layers[0].attention.config.hidden_act == "silu" and native.takes(*weights)
 
-    def __call__(self, embedded: Tensor, cosines: Tensor, sines: Tensor, cache: Cache) -> Tensor:
-        """States behind one more position (1, 1, H) of the text in the cache: (1, H)."""
-        state = embedded.reshape(1, -1).clone()
-        length = cache.get_seq_length() + 1
+    def __call__(self, embedded: Tensor, there: Tensor, cosines: Tensor, sines: Tensor, cache: Cache) -> Tensor:
+        """States behind one more position (B, 1, H) of the texts in the cache: (B, H)."""
+        states, cosines, sines = embedded[:, 0].clone(), cosines.contiguous(), sines.contiguous()
+        length = there.shape[1]
+        first = (~there).sum(1).clamp_(max=length - 1)  # who has not begun sees itself
         room = 0
         for layer, memory in zip(self.layers, cache.layers, strict=True):
-            keys, values = memory.reserve()  # (1, heads, L, d)
+            keys, values = memory.reserve()  # (B, heads, L, d)
             layer.keys, layer.values, room = keys.data_ptr(), values.data_ptr(), keys.stride(1) // keys.shape[-1]
-        scratch, functions = state.new_empty(self.scratch), native.library()
-        assert functions is not None
-        functions.calm_llama_step(
-            ctypes.byref(self.llama),
-            self.layers,
-            *(numbers.data_ptr() for numbers in (state, cosines, sines)),
-            length,
-            room,
-            scratch.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return state
+        native.llama_step(self.llama, self.layers, states, cosines, sines, first, length, room)
+        return states
 
 
 def _weights(layer: Any) -> tuple[Tensor, ...]:
-    """In the order of native.Layer."""
+    """In the order of native.LlamaLayer."""
     return (
         *(layer.before_attention.norm.weight, layer.project.matrix, layer.output.matrix),
         *(layer.before_mlp.norm.weight, layer.gate_up.matrix, layer.down.matrix),

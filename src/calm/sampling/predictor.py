@@ -16,6 +16,7 @@ from calm.noise import RowNoise, draw_uniform
 from calm.sampling.cache import Cache, RoomyCache, transformers_cache
 from calm.sampling.llama_step import LlamaStep, takes_steps
 from calm.sampling.mixture import sample_mixture
+from calm.sampling.native_layers import take_native_layers
 from calm.sampling.next_chunk import Chosen, Sampling, next_chunks, sure
 from calm.sampling.vocabulary import search_of
 
@@ -32,7 +33,10 @@ class Predictor(Protocol):
         ...
 
     def read(self, chunks: Tensor, there: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """States behind the last of some chunks (B, L, K): (B, H). `there` (B, all) says what can be attended to."""
+        """States behind the last of some chunks (B, L, K): (B, H).
+
+        `there` (B, all) says what can be attended to: from some place on, where a text begins, everything.
+        """
         ...
 
     def choose(self, hidden: Tensor, sampling: Sampling, noise: RowNoise) -> Chosen:
@@ -47,6 +51,7 @@ class CalmPredictor:
         self.model = model
         self.last_states = LastStates(model.backbone)  # first: matrices that it joins are not moved twice
         prepare_for_writing(model)
+        take_native_layers(model)
         self.chunk_size, self.knows_fill = model.config.chunk_size, model.config.knows_fill
 
     def resolve(self, sampling: Sampling) -> Sampling:
