@@ -21,7 +21,7 @@ class NativeLayer(Layer):
 class NativeBlock(Block):
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         weights = None
-        if x.shape[1:] == condition.shape and len(x) == 1:  # a condition for each row
+        if len(x) == 1 and x.shape[1:] == condition.shape and x.dtype == condition.dtype:  # a condition for each row
             weights = _weights(x, self.norm, self.fuse_state, self.fuse_condition, self.mix, self.gate_up, self.down)
         if weights is None:
             return super().forward(x, condition)

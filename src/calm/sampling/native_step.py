@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from calm import native
@@ -38,7 +39,8 @@ class NativeStep:
 
     def __call__(self, embedded: Tensor, there: Tensor, cosines: Tensor, sines: Tensor, cache: Cache) -> Tensor:
         """States behind one more position (B, 1, H) of the texts in the cache: (B, H)."""
-        states, cosines, sines = embedded[:, 0].clone(), cosines.contiguous(), sines.contiguous()
+        states = embedded[:, 0].clone(memory_format=torch.contiguous_format)
+        cosines, sines = cosines.contiguous(), sines.contiguous()
         length = there.shape[1]
         first = (~there).sum(1).clamp_(max=length - 1)  # who has not begun sees itself
         room = 0
