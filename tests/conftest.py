@@ -32,6 +32,14 @@ def shared() -> Path:
     return SHARED
 
 
+@pytest.fixture
+def compiler() -> None:
+    from calm import native  # and with it torch, which reads the number of threads that is set above
+
+    if native.library() is None:
+        pytest.skip("no C compiler")
+
+
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
     """Forty documents of different lengths, some with letters beyond ASCII."""

@@ -26,17 +26,13 @@ def answer(process: subprocess.Popen) -> bool:
     return told.strip() == "True"
 
 
-@pytest.fixture
-def compiler() -> None:
-    if native.library() is None:
-        pytest.skip("no C compiler")
-
-
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("shape", [(1, 1), (5, 3), (33, 64), (300, 129)])  # one thread for the small ones
 @pytest.mark.parametrize("bias", [True, False])
-def test_products(count, shape, bias):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_products(monkeypatch, count, shape, bias, threads):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     torch.manual_seed(0)
     matrix, added = torch.randn(shape), torch.randn(shape[0])
     for rows in (torch.randn(count, shape[1]), torch.randn(shape[1], count).T):

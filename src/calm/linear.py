@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from calm.allocator import on_huge_pages
-from calm.products import MANY, FewRows, linear, transformed
+from calm.products import MANY, FewRows, are_few, linear
 
 
 class FastLinear(nn.Linear):
@@ -16,8 +16,7 @@ class FastLinear(nn.Linear):
     product: FewRows | None = None  # with the weights where they lie now
 
     def forward(self, input: Tensor) -> Tensor:
-        few = 0 < input.numel() <= MANY * self.in_features and input.device.type == "cpu"
-        if not few or torch.is_grad_enabled() or input.dtype != torch.float32 or transformed():
+        if not are_few(input, MANY):
             return linear(input, self.weight, self.bias)
         rows = input if input.ndim == 2 else input.reshape(-1, self.in_features)
         if self.product is None or self.product.place != self.weight.data_ptr():

@@ -127,8 +127,8 @@ def llama_step(
     llama: Llama, layers: Any, states: Tensor, cosines: Tensor, sines: Tensor, first: Tensor, length: int, room: int
 ) -> None:
     """One more position of few texts, whose states (n, H) it changes; see native.c."""
-    width = llama.size + 2 * (llama.heads + llama.shared) * llama.width + llama.inner
-    scratch = states.new_empty(len(states) * width)
+    numbers = llama.size + 2 * (llama.heads + llama.shared) * llama.width + llama.inner  # of each text
+    scratch = states.new_empty(len(states) * numbers)
     given = (tensor.data_ptr() for tensor in (states, cosines, sines, first))
     _call("calm_llama_step", ctypes.byref(llama), layers, *given, len(states), length, room, scratch.data_ptr())
 

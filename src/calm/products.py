@@ -48,6 +48,12 @@ def linear(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(rows, matrix, bias)
 
 
+def are_few(rows: Tensor, most: int) -> bool:
+    """Whether these are at most so many rows (..., d) of a text that is written, on a CPU in fp32."""
+    few = 0 < rows.numel() <= most * rows.shape[-1] and rows.device.type == "cpu" and rows.dtype == torch.float32
+    return few and not torch.is_grad_enabled() and not transformed()
+
+
 def transformed() -> bool:
     """Whether more than the product is wanted of it: half the digits, a graph, or a derivative by torch.func."""
     if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):

@@ -18,7 +18,8 @@ from calm.sampling.text import Writer
 
 @pytest.fixture(params=["compiled", "by torch"], autouse=True)
 def ways(request, monkeypatch):
-    """Everything holds with native.c, and where there is no compiler for it."""
+    """Everything holds with native.c, by two threads, and where there is no compiler for it."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     if request.param == "by torch":
         monkeypatch.setattr(native, "library", lambda: None)
     elif native.library() is None:

@@ -17,10 +17,12 @@ from calm.sampling.native_layers import NativeBlock, NativeLayer, take_native_la
 SIZE = 37  # is no multiple of anything that a processor takes at once
 
 
-@pytest.fixture(autouse=True)
-def _compiler() -> None:
-    if native.library() is None:
-        pytest.skip("no C compiler")
+pytestmark = pytest.mark.usefixtures("compiler")
+
+
+@pytest.fixture(params=[1, 2], autouse=True)
+def _threads(request, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
 
 
 @pytest.fixture

@@ -2,14 +2,13 @@
 
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from calm import native
 from calm.heads.energy import Block
 from calm.linear import FastLinear
 from calm.models.layer import Layer
-from calm.products import FEW, transformed
+from calm.products import FEW, are_few
 
 
 class NativeLayer(Layer):
@@ -40,8 +39,7 @@ def take_native_layers(model: nn.Module) -> None:
 
 def _weights(rows: Tensor, norm: Any, *layers: Any) -> list[Tensor] | None:
     """Of a norm and linear layers, in their order, if they can be multiplied with these rows in native.c."""
-    few = 0 < rows.numel() <= FEW * rows.shape[-1]
-    if not few or torch.is_grad_enabled() or transformed() or not all(_is_plain(layer) for layer in layers):
+    if not are_few(rows, FEW) or not all(_is_plain(layer) for layer in layers):
         return None
     found = [weight for part in (norm, *layers) for weight in part._parameters.values() if weight is not None]
     return found if native.takes(rows, *found) else None
