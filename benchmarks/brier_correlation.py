@@ -22,6 +22,7 @@ from matplotlib import pyplot
 from scipy.stats import pearsonr, spearmanr
 from torch import Tensor
 
+from calm.distributed import World
 from calm.evaluate.brier_lm import BrierLM
 from calm.evaluate.estimators import CalmEstimator
 from calm.evaluate.language_models import Options, evaluate_language_models
@@ -30,7 +31,6 @@ from calm.models.autoencoder import ChunkAutoencoder
 from calm.models.calm import CalmForCausalLM
 from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig
 from calm.noise import RowNoise
-from calm.processes import Processes
 
 WORDS, K, LENGTH = 4, 4, 64
 CHUNKS = WORDS**K
@@ -44,8 +44,8 @@ LANGUAGE_MODELS = {  # energy-trained models that differ in size, samples and sp
 
 
 def softmax(models: list[Path], data: Path, split: str, output: Path) -> None:
-    among = Processes(0, 1, torch.device("cpu"))
-    answer = evaluate_language_models(models, data, split, Options(positions="own"), among)
+    world = World(0, 1, torch.device("cpu"))
+    answer = evaluate_language_models(models, data, split, Options(positions="own"), world)
     points = [
         {"series": data.name, "name": name, "cross_entropy": found["cross_entropy"], "brier_lm": found["brier_lm"]}
         for name, found in answer["models"].items()

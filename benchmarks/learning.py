@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from calm.config import RunConfig, load_config
-from calm.processes import processes
+from calm.distributed import process_group
 from calm.train.optimizer import adamw, learning_rate
 from calm.train.stages import STAGES
 
@@ -26,8 +26,8 @@ UNITS = 1_000_000  # of the clock, for schedules that count steps
 def train(config: RunConfig, seconds: float, output: Path) -> dict[str, float]:
     torch.manual_seed(config.seed)
     settings = config.optimizer
-    with processes() as among:
-        stage = STAGES[config.stage](config, among)
+    with process_group() as world:
+        stage = STAGES[config.stage](config, world)
         model = stage.model.train()
         optimizer = adamw(model, settings.betas, settings.eps, settings.weight_decay)
         warmup = settings.warmup_steps / config.train.steps

@@ -50,7 +50,7 @@ def main() -> None:
     whole = None
     for fill in range(size):
         texts = rows[:, : options.length].clone()
-        texts[:, :fill] = data.tokenizer.fill_id
+        texts[:, :fill] = data.tokenizer.pad_token_id
         found = scores(model, texts, rows[:, options.length :], options.samples)
         whole = found if whole is None else whole
         error, difference = found.std(0) / number**0.5, found - whole

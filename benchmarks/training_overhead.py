@@ -18,7 +18,7 @@ import torch
 from calm.config import load_config
 from calm.data.prepare import prepare
 from calm.data.workers import PrepareOptions
-from calm.processes import Processes
+from calm.distributed import World
 from calm.train.loop import train
 from calm.train.optimizer import adamw
 from calm.train.stages import AutoencoderStage
@@ -41,7 +41,7 @@ def engine(config, folder: Path) -> list[float]:
 def bare(config) -> list[float]:
     """Seconds of each step of the shortest loop that trains the same model, batches made before."""
     torch.manual_seed(config.seed)
-    stage = AutoencoderStage(config, Processes(0, 1, torch.device("cpu")))
+    stage = AutoencoderStage(config, World(0, 1, torch.device("cpu")))
     model, optimizer = stage.model.train(), adamw(stage.model, (0.9, 0.95), 1e-8, 0.1)
     seconds = []
     for batch in [stage.parts(stage.read(step))[0] for step in range(config.train.steps)]:

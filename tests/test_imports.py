@@ -9,10 +9,10 @@ import calm
 
 PACKAGE = Path(calm.__file__).parent
 
-# Each part may import those before it. `errors`, `files`, `noise` and `processes` belong to everybody.
+# Each part may import those before it. `errors`, `files`, `noise` and `distributed` belong to everybody.
 ORDER = [
-    {"allocator", "errors", "native", "noise", "screen", "pages", "_auto"},
-    {"files", "processes", "products"},
+    {"allocator", "errors", "native", "noise", "screen", "pages", "seeds", "_auto"},
+    {"files", "distributed", "products"},
     {"linear"},
     {"data", "scores"},
     {"models", "heads"},

@@ -336,7 +336,7 @@ def cost(
     vocabulary: Annotated[
         int | None, typer.Option(min=1, help="Tokens; by default those of the recipe's data, or 128,257.")
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, help="Processes that share the memory.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="World that share the memory.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list with one object a recipe.")] = False,
 ) -> None:
     """Count parameters, FLOPs and memory of recipes, split by part, beside the numbers that the paper prints."""

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calm.data.chunks import ChunkedStream
-from calm.data.loader import ROUND, Loader, evaluation_batches, permute
+from calm.data.loader import ROUND, Loader, evaluation_batches
 from calm.data.shards import TokenStream
 from calm.errors import DataError
+from calm.seeds import permute
 
 FILL, END = 2, 1
 

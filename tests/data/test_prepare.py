@@ -34,7 +34,7 @@ def decoded(data: PreparedData, split: str) -> list[str]:
     stream = data.split(split)
     ranges = [stream.document_range(i) for i in range(len(stream.document_lengths))]
     for _, last in ranges:
-        assert stream[last - 1 : last].tolist() == [data.tokenizer.end_id]
+        assert stream[last - 1 : last].tolist() == [data.tokenizer.eos_token_id]
     return [data.tokenizer.decode(stream[first:last].tolist()) for first, last in ranges]
 
 

@@ -22,14 +22,14 @@ def test_any_text_comes_back(text):
 @given(st.text(alphabet="ab <|endfilmask>\n", max_size=40))
 def test_names_of_special_tokens_in_a_text_are_text(text):
     ids = BPE.encode(text + END + MASK)
-    assert not {BPE.end_id, BPE.fill_id, BPE.mask_id} & set(ids)
+    assert not {BPE.eos_token_id, BPE.pad_token_id, BPE.mask_token_id} & set(ids)
     assert BPE.decode(ids) == text + END + MASK
 
 
 def test_roles_are_distinct_and_never_decoded():
-    roles = [BPE.mask_id, BPE.end_id, BPE.fill_id]
+    roles = [BPE.mask_token_id, BPE.eos_token_id, BPE.pad_token_id]
     assert roles == [0, 1, 2]
-    assert BPE.decode([BPE.fill_id, *BPE.encode("God"), BPE.mask_id, BPE.end_id]) == "God"
+    assert BPE.decode([BPE.pad_token_id, *BPE.encode("God"), BPE.mask_token_id, BPE.eos_token_id]) == "God"
 
 
 def test_training_is_deterministic_and_reaches_the_size():
@@ -47,9 +47,9 @@ def test_save_and_load(tmp_path):
     theirs = AutoTokenizer.from_pretrained(tmp_path / "t")
     assert theirs("the heaven", add_special_tokens=False)["input_ids"] == BPE.encode("the heaven")
     assert (theirs.eos_token_id, theirs.pad_token_id, theirs.mask_token_id) == (
-        BPE.end_id,
-        BPE.fill_id,
-        BPE.mask_id,
+        BPE.eos_token_id,
+        BPE.pad_token_id,
+        BPE.mask_token_id,
     )
 
 
@@ -127,7 +127,7 @@ def test_llama3_layout(tmp_path, monkeypatch):
     loaded = load_tokenizer(str(path))
     assert len(module.LLAMA3_SPECIAL) == 256
     assert loaded.vocab_size == 260 + 256 + 1
-    assert (loaded.end_id, loaded.mask_id, loaded.fill_id) == (261, 262, 260 + 256)
+    assert (loaded.eos_token_id, loaded.mask_token_id, loaded.pad_token_id) == (261, 262, 260 + 256)
     assert round_trips(loaded)
 
 
@@ -147,9 +147,9 @@ def test_foreign_tokenizer_gets_the_roles_it_lacks(tmp_path):
     backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[END]", "pad_token": "[END]"}')
     loaded = load_tokenizer(str(tmp_path))
-    assert loaded.end_id == 2
-    assert loaded.backend.id_to_token(loaded.fill_id) == FILL
-    assert len({loaded.end_id, loaded.fill_id, loaded.mask_id}) == 3
+    assert loaded.eos_token_id == 2
+    assert loaded.backend.id_to_token(loaded.pad_token_id) == FILL
+    assert len({loaded.eos_token_id, loaded.pad_token_id, loaded.mask_token_id}) == 3
     assert loaded.encode("A B a b") == [0, 1, 0, 1]  # its truncation is off
     assert not round_trips(loaded)
 

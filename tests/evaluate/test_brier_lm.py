@@ -155,7 +155,7 @@ class Watching:
 def test_positions(positions, expected):
     document = Document(3, np.arange(1000, 1050))
     estimator = Watching(2)
-    found = evaluate_documents(estimator, [document], positions=positions, unit=8, fill_id=0)
+    found = evaluate_documents(estimator, [document], positions=positions, unit=8, pad_token_id=0)
     starts = list(range(expected, 50 - 3, expected))
     assert found.brier.positions == len(starts)
     total = found.brier.sums[3]

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from calm.data.shards import PreparedData
 from calm.data.tokenizer import load_tokenizer, train_bpe
+from calm.distributed import World
 from calm.errors import ConfigError, DataError, UserError
 from calm.evaluate.language_models import Options, evaluate_language_models
 from calm.models.loading import load_softmax
-from calm.processes import Processes
 
-ALONE = Processes(0, 1, torch.device("cpu"))
+ALONE = World(0, 1, torch.device("cpu"))
 
 
 def evaluate(models, data, split="train", **options):

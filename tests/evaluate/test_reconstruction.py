@@ -20,7 +20,7 @@ def model_and_stream(prepared):
     data = PreparedData(prepared)
     sizes = {"latent_size": 8, "hidden_size": 16, "intermediate_size": 16}
     model = ChunkAutoencoder(ChunkAutoencoderConfig(vocab_size=data.tokenizer.vocab_size, chunk_size=4, **sizes))
-    return model.eval(), ChunkedStream(data.split("train"), 4, 20, data.tokenizer.fill_id)
+    return model.eval(), ChunkedStream(data.split("train"), 4, 20, data.tokenizer.pad_token_id)
 
 
 def test_counts_every_token_once(model_and_stream):
@@ -34,7 +34,7 @@ def test_accuracy_from_the_mean_is_a_plain_count(model_and_stream):
     model, stream = model_and_stream
     found = evaluate_reconstruction(model, evaluation_batches(stream, 5))
     ids = stream.stream[: len(stream.stream)].astype(np.int64)
-    padded = np.concatenate([ids, np.full(-len(ids) % 4, stream.fill_id)])
+    padded = np.concatenate([ids, np.full(-len(ids) % 4, stream.pad_token_id)])
     chunks = torch.from_numpy(padded).view(-1, 4)
     with torch.no_grad():
         posterior = model.encode(chunks)

@@ -352,7 +352,7 @@ def test_the_tokenizer_comes_along(tmp_path):
     (directory / "config.json").write_text(json.dumps(config))
     import_official(directory, tmp_path / "ours", autoencoder)
     tokenizer = load_tokenizer(str(tmp_path / "ours"))
-    assert (tokenizer.end_id, tokenizer.fill_id, tokenizer.mask_id) == (V - 3, V - 2, V - 1)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.mask_token_id) == (V - 3, V - 2, V - 1)
     assert tokenizer.vocab_size == V
 
 

@@ -36,8 +36,8 @@ def texts_of(generator: random.Random, count: int, ways: list[Sampling]) -> list
     ]
 
 
-def alone(predictor, text: Text, end_id: int) -> list[int]:
-    batch, copy = Batch(predictor, end_id, FILL), Text(text.prompt, text.seed, text.max_new_tokens, text.sampling)
+def alone(predictor, text: Text, eos_token_id: int) -> list[int]:
+    batch, copy = Batch(predictor, eos_token_id, FILL), Text(text.prompt, text.seed, text.max_new_tokens, text.sampling)
     batch.join([copy])
     while batch.joining or batch.texts:
         batch.step()

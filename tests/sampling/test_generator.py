@@ -18,9 +18,9 @@ SEEDS = [10, 11, 12, 13]
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 16, "initializer_range": 0.5}
 
 
-def run(model, prompts, seeds, count, end_id=END, **options) -> list[list[int]]:
+def run(model, prompts, seeds, count, eos_token_id=END, **options) -> list[list[int]]:
     texts = [Text(prompt, seed, count, Sampling(**options)) for prompt, seed in zip(prompts, seeds, strict=True)]
-    batch = Batch(CalmPredictor(model), end_id, FILL)
+    batch = Batch(CalmPredictor(model), eos_token_id, FILL)
     batch.join(texts)
     while batch.joining or batch.texts:
         batch.step()
@@ -56,9 +56,9 @@ def test_a_batch_is_what_each_text_is_alone(chunk_size, backbone):
 def test_a_text_that_ends_leaves_and_the_others_stay_the_same():
     model = make(2)
     prompts = [prompt for prompt in PROMPTS if prompt]  # an empty one begins with the end id itself
-    free = run(model, prompts, SEEDS[:3], 8, end_id=-1)
+    free = run(model, prompts, SEEDS[:3], 8, eos_token_id=-1)
     word = free[0][3]
-    stopped = run(model, prompts, SEEDS[:3], 8, end_id=word)
+    stopped = run(model, prompts, SEEDS[:3], 8, eos_token_id=word)
     assert stopped == [text[: text.index(word)] if word in text else text for text in free]
     assert len(stopped[0]) < 8
 
@@ -68,7 +68,9 @@ def test_bad_input():
         run(make(2), PROMPTS, SEEDS, 0)
     with pytest.raises(ConfigError, match="16"):
         run(make(2), [[3] * 40], [0], 4)
-    assert len(run(make(2), [[3] * 30], [0], 4, end_id=-1)[0]) == 4  # 15 chunks are read, the last is only written
+    assert (
+        len(run(make(2), [[3] * 30], [0], 4, eos_token_id=-1)[0]) == 4
+    )  # 15 chunks are read, the last is only written
 
 
 METHODS = {
@@ -93,10 +95,10 @@ METHODS = {
 )
 def test_no_text_depends_on_those_beside_it(head, options):
     model, prompts, seeds = make(2, head=head), [[5, 6, 7], [4] * 9, [8, 9, 10, 11]], [10, 11, 12]
-    together = run(model, prompts, seeds, 6, end_id=-1, **options)
-    alone = [run(model, [p], [s], 6, end_id=-1, **options)[0] for p, s in zip(prompts, seeds, strict=True)]
+    together = run(model, prompts, seeds, 6, eos_token_id=-1, **options)
+    alone = [run(model, [p], [s], 6, eos_token_id=-1, **options)[0] for p, s in zip(prompts, seeds, strict=True)]
     assert together == alone
-    assert run(model, prompts, seeds, 6, end_id=-1, **options) == together
+    assert run(model, prompts, seeds, 6, eos_token_id=-1, **options) == together
 
 
 @pytest.mark.parametrize("head", ["flow", "mean-flow", "diffusion"])
@@ -104,7 +106,7 @@ def test_other_heads(head):
     model = make(2, head=head, num_sampling_steps=3)
     for options in METHODS.values():
         if options["method"] != "exact":
-            assert len(run(model, [[5, 6, 7]], [0], 4, end_id=-1, **options)[0]) == 4
+            assert len(run(model, [[5, 6, 7]], [0], 4, eos_token_id=-1, **options)[0]) == 4
 
 
 @torch.no_grad()
@@ -143,7 +145,7 @@ def test_prompts_with_ids_that_the_model_has_not(model):
 def test_a_low_temperature_makes_texts_alike():
     model, prompts, seeds = make(2), [[5, 6, 7]] * 60, list(range(60))
     kinds = {
-        name: len({tuple(text) for text in run(model, prompts, seeds, 2, end_id=-1, **options)})
+        name: len({tuple(text) for text in run(model, prompts, seeds, 2, eos_token_id=-1, **options)})
         for name, options in {
             "plain": {},
             "token": {"method": "token", "temperature": 0.1},
@@ -157,7 +159,7 @@ def test_a_low_temperature_makes_texts_alike():
 
 
 def test_the_share_of_candidates_that_agree_is_told():
-    batch = Batch(CalmPredictor(make(2)), end_id=-1, fill_id=FILL)
+    batch = Batch(CalmPredictor(make(2)), eos_token_id=-1, pad_token_id=FILL)
     batch.join([Text([5, 6], 0, 2, Sampling(0.25, 50, "batch"))])
     (grown,) = batch.step()
     assert grown.agreement is not None

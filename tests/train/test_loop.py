@@ -213,12 +213,12 @@ def test_no_git_is_no_obstacle(recipe, tmp_path, monkeypatch):
 def test_a_full_disk_at_saving_keeps_the_checkpoint_before(recipe, tmp_path, monkeypatch):
     real = checkpoint_module._save
 
-    def full(state, path, among):
+    def full(state, path, world):
         if "step-00000020" in path.name:
             path.mkdir()
             (path / "half").write_text("x")
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(state, path, among)
+        real(state, path, world)
 
     monkeypatch.setattr(checkpoint_module, "_save", full)
     said = []

@@ -70,7 +70,7 @@ def calm(model: CalmForCausalLM, ids: torch.Tensor, temperature: float) -> Calla
 
 def steps(model: CalmForCausalLM, ids: torch.Tensor, rounds: int) -> Callable[[], object]:
     """Some steps of texts (B, T) that are longer with every call, the prompts read before the first."""
-    batch = Batch(CalmPredictor(model), end_id=-1, fill_id=0)
+    batch = Batch(CalmPredictor(model), eos_token_id=-1, pad_token_id=0)
     most = (2 + STEPS * (rounds + 1)) * model.config.chunk_size
     batch.join([Text(prompt, seed, most) for seed, prompt in enumerate(ids.tolist())])
     batch.step()

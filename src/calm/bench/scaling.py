@@ -15,7 +15,7 @@ from calm.bench.machine import Machine
 from calm.bench.models import Training, config_of
 from calm.bench.training import flops_of
 from calm.config import load_config
-from calm.processes import Processes
+from calm.distributed import World
 from calm.train.distributed import shard
 from calm.train.stages import described_model
 
@@ -77,7 +77,7 @@ def _times(rank: int, size: int, meeting: str, sharded: bool, rounds: int) -> li
     try:
         training = Training(config_of("laptop-calm", "laptop"), WORDS)
         if sharded:
-            shard(training.model, Processes(rank, size, torch.device("cpu"), dist.group.WORLD))
+            shard(training.model, World(rank, size, torch.device("cpu"), dist.group.WORLD))
         training.make_optimizer()
         seconds = []
         for _ in range(rounds + 1):

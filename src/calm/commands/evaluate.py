@@ -5,19 +5,19 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from calm import console
+from calm.distributed import process_group
 from calm.errors import UserError
 from calm.evaluate import language_models, report
 from calm.evaluate.language_models import Options
 from calm.files import write_json
-from calm.processes import processes
 
 
 def evaluate_language_models(
     models: list[Path], data: Path, split: str, options: Options, output: Path | None, as_json: bool
 ) -> None:
-    with processes() as among, console.evaluation_progress(among.is_first) as tell:
-        answer = language_models.evaluate_language_models(models, data, split, options, among, tell)
-    if not among.is_first:
+    with process_group() as world, console.evaluation_progress(world.is_main) as tell:
+        answer = language_models.evaluate_language_models(models, data, split, options, world, tell)
+    if not world.is_main:
         return
     for warning in answer["warnings"]:
         console.warn(warning)

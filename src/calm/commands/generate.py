@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from calm import console
+from calm.distributed import default_device
 from calm.errors import INTERRUPTED, UserError
 from calm.models.directories import located
-from calm.processes import default_device
 from calm.sampling.next_chunk import Sampling
 from calm.sampling.text import Writer
 

@@ -7,13 +7,13 @@ from typing import Any
 from rich.markup import escape
 
 from calm import console
+from calm.distributed import process_group
 from calm.errors import UserError, did_you_mean
 from calm.paper.experiment import Experiment
 from calm.paper.experiments import EXPERIMENTS
 from calm.paper.report import REPORT, write_experiment, write_report
 from calm.paper.reproduce import Reproduction, reproduction
 from calm.paper.scales import Scale
-from calm.processes import processes
 
 ALL = "all"
 
@@ -52,8 +52,8 @@ def reproduce(
     first = os.environ.get("RANK", "0") == "0"
     screen = console.StageScreen() if first else console.SilentScreen()
     if plan:
-        with processes() as among:
-            print_plan(experiments, Reproduction(scale, output, screen, among, data=data))
+        with process_group() as world:
+            print_plan(experiments, Reproduction(scale, output, screen, world, data=data))
         return
     with reproduction(scale, output, screen, data=data, resume=resume) as made:
         if scale.name == "paper" and first:

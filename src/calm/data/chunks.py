@@ -24,9 +24,9 @@ from calm.data.shards import TokenStream
 from calm.errors import DataError
 
 
-def close_document(ids: list[int], end_id: int) -> list[int]:
+def close_document(ids: list[int], eos_token_id: int) -> list[int]:
     """Every document ends with its end id."""
-    return [*ids, end_id]
+    return [*ids, eos_token_id]
 
 
 class Row(NamedTuple):
@@ -41,7 +41,7 @@ class ChunkedStream:
     stream: TokenStream
     chunk_size: int  # K
     sequence_length: int  # L·K
-    fill_id: int
+    pad_token_id: int
     align_documents: bool = False
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class ChunkedStream:
 
     def _lay(self, pieces: list[np.ndarray], front_fill: int) -> Row:
         """Put pieces one after another, each beginning at a chunk border; the first after its fill."""
-        tokens = np.full(self.row_length, self.fill_id, dtype=np.int64)
+        tokens = np.full(self.row_length, self.pad_token_id, dtype=np.int64)
         mask = np.zeros(self.row_length, dtype=bool)
         position = front_fill
         for piece in pieces:

@@ -10,6 +10,7 @@ import numpy as np
 
 from calm.data.chunks import ChunkedStream, Row
 from calm.errors import DataError
+from calm.seeds import SeedStream, hash64, permute
 
 ROUND = 1000  # rows in which the weights of a mixture are kept exactly
 
@@ -18,44 +19,6 @@ class Batch(NamedTuple):
     tokens: np.ndarray  # (B, T) int64
     mask: np.ndarray  # (B, T) bool: false for fill
     rows: np.ndarray  # (B,) int64: the number of each row since the beginning of training; seeds its randomness
-
-
-def mix(*values: int | np.ndarray) -> np.ndarray:
-    """A 64-bit hash of some integers (splitmix64, once for each): the same on every machine and in every version."""
-    state = np.zeros((), dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for value in values:
-            state = (state ^ np.asarray(value).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
-            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            state = state ^ (state >> np.uint64(31))
-    return state
-
-
-def row_seeds(rows: np.ndarray, *key: int) -> list[int]:
-    """A seed for the randomness of each row, as torch takes it: 63 bits."""
-    return [int(seed) for seed in mix(*key, rows) >> 1]
-
-
-def permute(index: np.ndarray, size: int, *key: int | np.ndarray) -> np.ndarray:
-    """Where a seeded permutation of range(size) sends `index`, without holding the permutation.
-
-    A Feistel network permutes the next power of four; walking on from results beyond `size` restricts it.
-    """
-    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    low = (np.uint64(1) << half) - np.uint64(1)
-
-    def network(value: np.ndarray, *key: int | np.ndarray) -> np.ndarray:
-        left, right = value >> half, value & low
-        for number in range(6):
-            left, right = right, left ^ (mix(*key, number, right) & low)
-        return (left << half) | right
-
-    result, *keys = np.broadcast_arrays(np.asarray(index, dtype=np.uint64), *key)
-    result = network(result, *keys)
-    while (outside := result >= size).any():
-        result[outside] = network(result[outside], *(k[outside] for k in keys))
-    return result.astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -115,13 +78,15 @@ class Loader:
             return np.zeros_like(rows), rows
         quotas = self._quotas()
         ends = np.cumsum(quotas)
-        slots = permute(rows % ROUND, ROUND, self.seed, 1, rows // ROUND)
+        slots = permute(rows % ROUND, ROUND, self.seed, SeedStream.MIXTURE, rows // ROUND)
         sets = np.searchsorted(ends, slots, side="right")
         return sets, rows // ROUND * quotas[sets] + slots - (ends - quotas)[sets]
 
     def _fills(self, rows: np.ndarray) -> np.ndarray:
-        chosen = mix(self.seed, 2, rows) / 2.0**64 < self.front_fill
-        return np.where(chosen, mix(self.seed, 3, rows) % np.uint64(self.streams[0].chunk_size), 0)
+        chosen = hash64(self.seed, SeedStream.FRONT_PADDING, rows) / 2.0**64 < self.front_fill
+        return np.where(
+            chosen, hash64(self.seed, SeedStream.FRONT_PADDING_LENGTH, rows) % np.uint64(self.streams[0].chunk_size), 0
+        )
 
     def _indices(self, sets: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Which row of its set each place is: every epoch goes through a set in an order of its own."""
@@ -129,7 +94,7 @@ class Loader:
         for which, stream in enumerate(self.streams):
             here = sets == which
             epochs, within = np.divmod(places[here], len(stream))
-            indices[here] = permute(within, len(stream), self.seed, 0, which, epochs)
+            indices[here] = permute(within, len(stream), self.seed, SeedStream.ORDER, which, epochs)
         return indices
 
 

@@ -53,9 +53,9 @@ class Tokenizer:
     """A `tokenizers` tokenizer with the three roles of CALM."""
 
     backend: tokenizers.Tokenizer
-    end_id: int
-    fill_id: int
-    mask_id: int
+    eos_token_id: int
+    pad_token_id: int
+    mask_token_id: int
     content: str  # the JSON it was made from, kept so that every copy has the same bytes
 
     @classmethod
@@ -78,7 +78,7 @@ class Tokenizer:
 
     @property
     def sha256(self) -> str:
-        roles = f"{self.end_id} {self.fill_id} {self.mask_id}\n"
+        roles = f"{self.eos_token_id} {self.pad_token_id} {self.mask_token_id}\n"
         return hashlib.sha256((roles + self.content).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -95,13 +95,15 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids; the three roles are left out."""
-        roles = {self.end_id, self.fill_id, self.mask_id}
+        roles = {self.eos_token_id, self.pad_token_id, self.mask_token_id}
         return self.backend.decode([int(i) for i in ids if i not in roles], skip_special_tokens=False)
 
     def save(self, directory: Path) -> None:
         """Write a directory that this class and `transformers.AutoTokenizer` load."""
         directory.mkdir(parents=True, exist_ok=True)
-        end, fill, mask = (self.backend.id_to_token(i) for i in (self.end_id, self.fill_id, self.mask_id))
+        end, fill, mask = (
+            self.backend.id_to_token(i) for i in (self.eos_token_id, self.pad_token_id, self.mask_token_id)
+        )
         write_atomic(directory / "tokenizer.json", self.content.encode())
         write_json(
             directory / "tokenizer_config.json",

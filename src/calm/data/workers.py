@@ -82,7 +82,7 @@ def encode(block: Block | BadDocument) -> Encoded:
             texts.setdefault(split_of(text, options.validation_share, options.test_share), []).append(text)
     splits = {}
     for split, members in texts.items():
-        ids = [close_document(ids, tokenizer.end_id) for ids in tokenizer.encode_documents(members)]
+        ids = [close_document(ids, tokenizer.eos_token_id) for ids in tokenizer.encode_documents(members)]
         lengths = np.array([len(document) for document in ids], dtype=np.uint32)
         tokens = np.concatenate([np.array(document, dtype=tokenizer.dtype) for document in ids])
         splits[split] = tokens, lengths, sum(len(text.encode("utf-8")) for text in members)

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from calm.data.loader import row_seeds
 from calm.errors import ConfigError, DataError, UserError
 from calm.evaluate.brier_lm import BrierLM
 from calm.evaluate.windows import Document, Window, windows_of
 from calm.noise import RowNoise
 from calm.scores.brier import LONGEST, accuracy_and_collision
+from calm.seeds import SeedStream, row_seeds
 
 Positions = Literal["shared", "own", "every"]
 
@@ -65,7 +65,7 @@ def evaluate_documents(
     *,
     positions: Positions = "shared",
     unit: int = 1,
-    fill_id: int = 0,
+    pad_token_id: int = 0,
     batch_size: int = 8,
     seed: int = 0,
     device: torch.device | str = "cpu",
@@ -84,13 +84,13 @@ def evaluate_documents(
             f"chunks of {size}, starts every {unit} and a context of {estimator.length} tokens do not fit"
         )
     shifts = range(size if positions == "every" else 1)
-    windows = _windows(documents, estimator.length, shifts, fill_id)
+    windows = _windows(documents, estimator.length, shifts, pad_token_id)
     mine = (window for number, window in enumerate(windows) if number % world_size == rank)
     for batch in _batches(mine, batch_size):
-        tokens = np.full((len(batch), estimator.length + LONGEST), fill_id, dtype=np.int64)
+        tokens = np.full((len(batch), estimator.length + LONGEST), pad_token_id, dtype=np.int64)
         for row, window in zip(tokens, batch, strict=True):
             row[: len(window.tokens)] = window.tokens
-        noise = RowNoise(row_seeds(np.array([window.number for window in batch]), seed, 7), device)
+        noise = RowNoise(row_seeds(np.array([window.number for window in batch]), seed, SeedStream.EVALUATION), device)
         accuracy, collision, nats = estimator.estimate(torch.from_numpy(tokens).to(device), noise)
         if not bool(accuracy.isfinite().all() & collision.isfinite().all()):
             raise UserError("the model's probabilities are not finite numbers; its weights are damaged")
@@ -105,11 +105,11 @@ def evaluate_documents(
     return found
 
 
-def _windows(documents: Iterable[Document], length: int, shifts: Sequence[int], fill_id: int) -> Iterator[Window]:
+def _windows(documents: Iterable[Document], length: int, shifts: Sequence[int], pad_token_id: int) -> Iterator[Window]:
     """The windows of every document, read once for each shift of its beginning. Two tokens have a likelihood."""
     for document in documents:
         for shift in shifts:
-            moved = np.concatenate([np.full(shift, fill_id), document.tokens])
+            moved = np.concatenate([np.full(shift, pad_token_id), document.tokens])
             for window in windows_of([Document(document.number, moved)], length, 2):
                 number = (document.number << 32) + window.number * len(shifts) + shift
                 yield Window(number, document.number, window.tokens)

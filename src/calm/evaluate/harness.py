@@ -17,20 +17,19 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
-from calm.data.loader import mix
+from calm.distributed import default_device
 from calm.errors import UserError, did_you_mean
 from calm.evaluate.likelihood import continuation_nats
 from calm.models.configuration import CalmConfig
 from calm.models.directories import model_type
 from calm.noise import RowNoise
-from calm.processes import default_device
 from calm.sampling.next_chunk import Sampling
 from calm.sampling.text import Writer
+from calm.seeds import SeedStream, torch_seed
 
 NEW_TOKENS = 256  # where a task does not say
 GREEDY = 0.1  # the temperature that stands for the likeliest text
 LATENTS = 64  # of a bound
-NOISE_OF_BOUNDS = 9
 
 
 @register_model("calm")
@@ -97,10 +96,10 @@ class HarnessModel(LM):
 
     def _bound(self, before: list[int], behind: list[int], number: int) -> tuple[float, bool]:
         self.bounded = not self.model.config.is_chain
-        noise = RowNoise([int(mix(self.seed, NOISE_OF_BOUNDS, number) >> 1)], self.model.device)
-        before = self._end(before, len(behind)) or [self.tokenizer.end_id]
-        fill_id = self.tokenizer.fill_id if self.model.config.knows_fill else self.tokenizer.end_id
-        nats, likeliest = continuation_nats(self.model, before, behind, self.num_latents, noise, fill_id)
+        noise = RowNoise([torch_seed(self.seed, SeedStream.LIKELIHOOD, number)], self.model.device)
+        before = self._end(before, len(behind)) or [self.tokenizer.eos_token_id]
+        pad_token_id = self.tokenizer.pad_token_id if self.model.config.knows_fill else self.tokenizer.eos_token_id
+        nats, likeliest = continuation_nats(self.model, before, behind, self.num_latents, noise, pad_token_id)
         return -nats, likeliest
 
     def _longest(self) -> int | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calm.data.loader import Batch, row_seeds
+from calm.data.loader import Batch
 from calm.evaluate.common import evaluating, on_device
 from calm.models.autoencoder import count_chunks
 from calm.models.calm import CalmForCausalLM
@@ -24,6 +24,7 @@ from calm.models.posterior import Posterior
 from calm.noise import RowNoise
 from calm.scores.brier import LONGEST, brier_lm, brier_of_samples, pairs
 from calm.scores.energy import energy_terms
+from calm.seeds import row_seeds
 
 NUM_SAMPLES = 4
 

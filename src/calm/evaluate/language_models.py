@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from calm.data.tokenizer import load_tokenizer
+from calm.distributed import World
 from calm.errors import ConfigError, DataError, UserError
 from calm.evaluate.brier_lm import Score
 from calm.evaluate.estimators import MOST_BRANCHES, MOST_DRAWS, CalmEstimator, SoftmaxEstimator
@@ -22,7 +23,6 @@ from calm.models.configuration import CalmConfig
 from calm.models.directories import model_type
 from calm.models.int8 import to_int8
 from calm.models.loading import load_calm, load_softmax
-from calm.processes import Processes
 from calm.scores.brier import LONGEST
 
 Report = Callable[[str, int, int | None], None]  # a model's name, tokens that are done, and all where they are known
@@ -91,12 +91,12 @@ class Contender:
                 )
             yield document
 
-    def load(self, options: Options, length: int, among: Processes) -> Estimator:
+    def load(self, options: Options, length: int, world: World) -> Estimator:
         model: Any = load_calm(self.directory) if self.is_calm else load_softmax(self.directory)
         for name, parameter in model.named_parameters():
             if not bool(parameter.isfinite().all()):
                 raise UserError(f"the weights in {self.directory} are damaged: {name} has values that are not finite")
-        model = model.to(among.device).eval()
+        model = model.to(world.device).eval()
         if options.int8:
             to_int8(model)
         if self.is_calm:
@@ -114,7 +114,7 @@ def evaluate_language_models(
     data: Path,
     split: str,
     options: Options,
-    among: Processes,
+    world: World,
     report: Report = lambda name, tokens, total: None,
 ) -> dict[str, Any]:
     """Scores of every model, and of each pair the difference with its paired interval."""
@@ -131,37 +131,37 @@ def evaluate_language_models(
     if len({tokenizer.sha256 for tokenizer in tokenizers}) > 1:
         raise DataError("the models have different tokenizers: scores of different tokens cannot be compared")
     text = Text(data, split, tokenizers[0])
-    found = {c.name: _evaluate(c, text, options, unit, length, among, report) for c in contenders}
+    found = {c.name: _evaluate(c, text, options, unit, length, world, report) for c in contenders}
     return _answer(found, contenders, text, options, unit, length)
 
 
 def _evaluate(
-    contender: Contender, text: Text, options: Options, unit: int, length: int, among: Processes, report: Report
+    contender: Contender, text: Text, options: Options, unit: int, length: int, world: World, report: Report
 ) -> Found:
     """What all processes together find about one model."""
     done = 0
 
     def tell(tokens: int) -> None:
         nonlocal done
-        done += tokens * among.size
+        done += tokens * world.size
         total = text.tokens and min(text.tokens, options.most_tokens or text.tokens)
         report(contender.name, done, total)
 
     found = evaluate_documents(
-        contender.load(options, length, among),
+        contender.load(options, length, world),
         contender.read(text, options.most_tokens),
         positions=options.positions,
         unit=unit,
-        fill_id=text.tokenizer.fill_id if contender.is_calm else 0,
+        pad_token_id=text.tokenizer.pad_token_id if contender.is_calm else 0,
         batch_size=_batch_size(options, contender, length),
         seed=options.seed,
-        device=among.device,
-        rank=among.rank,
-        world_size=among.size,
+        device=world.device,
+        rank=world.rank,
+        world_size=world.size,
         report=tell,
     )
-    for rank, (brier, likelihood) in enumerate(among.gather((found.brier, found.likelihood))):
-        if rank != among.rank:
+    for rank, (brier, likelihood) in enumerate(world.all_gather((found.brier, found.likelihood))):
+        if rank != world.rank:
             found.brier.merge([brier])
             found.likelihood.merge(likelihood)
     return found

@@ -35,7 +35,7 @@ def chunk_nats(model: CalmForCausalLM, hidden: Tensor, chunks: Tensor, num_laten
 
 @torch.no_grad()
 def continuation_nats(
-    model: CalmForCausalLM, before: list[int], behind: list[int], num_latents: int, noise: RowNoise, fill_id: int
+    model: CalmForCausalLM, before: list[int], behind: list[int], num_latents: int, noise: RowNoise, pad_token_id: int
 ) -> tuple[float, bool]:
     """At most what the tokens `behind` some others cost, and whether each is the likeliest of the mixture.
 
@@ -45,7 +45,7 @@ def continuation_nats(
     if not behind:
         return 0.0, True
     before = readable(CalmPredictor(model), before)
-    ids = [fill_id] * (-len(before) % size) + before + behind
+    ids = [pad_token_id] * (-len(before) % size) + before + behind
     first = (len(ids) - len(behind)) // size  # the first chunk to score
     whole = torch.tensor(ids[: (len(ids) - 1) // size * size], device=device)
     hidden = model.hidden_states(whole[None])[0, first - 1 :]  # a state for each chunk to score

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calm.data.loader import Batch, row_seeds
+from calm.data.loader import Batch
 from calm.evaluate.common import evaluating, on_device
 from calm.models.autoencoder import ChunkAutoencoder
 from calm.noise import RowNoise
+from calm.seeds import row_seeds
 
 COLLAPSED = 0.01  # nats: a dimension whose posterior is this close to the prior says nothing
 EXTRA_NOISE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)

@@ -24,7 +24,7 @@ def evaluate_autoencoder(
     if load_tokenizer(str(directory)).sha256 != prepared.tokenizer.sha256:
         raise DataError(f"{data} was prepared with another tokenizer than that of the model in {directory}")
     chunk_size = model.config.chunk_size
-    stream = ChunkedStream(prepared.split(split), chunk_size, 64 * chunk_size, prepared.tokenizer.fill_id)
+    stream = ChunkedStream(prepared.split(split), chunk_size, 64 * chunk_size, prepared.tokenizer.pad_token_id)
     if torch.cuda.is_available():
         model.cuda()  # pyright: ignore[reportCallIssue]
     measures = evaluate_reconstruction(model, evaluation_batches(stream, batch_size))

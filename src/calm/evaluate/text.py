@@ -39,7 +39,7 @@ class Text:
                 for text in documents(block):
                     if isinstance(text, BadDocument):
                         raise DataError(str(text))
-                    ids = close_document(self.tokenizer.encode(text), self.tokenizer.end_id)
+                    ids = close_document(self.tokenizer.encode(text), self.tokenizer.eos_token_id)
                     self.bytes += len(text.encode())
                     counted += len(ids)
                     yield Document(number, np.array(ids, dtype=np.int64))

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from calm.data.loader import mix
 from calm.data.shards import PreparedData
 from calm.noise import RowNoise
 from calm.sampling.mixture import Cut
 from calm.sampling.next_chunk import Sampling, next_chunks
 from calm.sampling.vocabulary import search_of
 from calm.scores.brier import LONGEST, accuracy_and_collision
+from calm.seeds import SeedStream, torch_seed
 
 CONTEXT = 128  # tokens before a position
 REDRAWS = 200  # of the positions, for the error of a geometric mean
@@ -59,7 +59,7 @@ def calm_samples(model: Any, hidden: Tensor, sampling: Sampling, draws: int, bat
         parts = []
         for first in range(0, len(hidden), batch):
             rows = hidden[first : first + batch]
-            noise = RowNoise([int(mix(draw, 1, first + row) >> 1) for row in range(len(rows))])
+            noise = RowNoise([torch_seed(draw, SeedStream.TRADEOFF, first + row) for row in range(len(rows))])
             chosen = next_chunks(model, search, rows, sampling, noise)
             parts.append(chosen.chunks)
             cost.append([float(part.float().mean()) for part in chosen.cost])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from calm.config import RunConfig
+from calm.distributed import World
 from calm.evaluate.language_models import Options, evaluate_language_models
 from calm.evaluate.report import evaluate_autoencoder
 from calm.evaluate.tradeoff import calm_samples, measure, softmax_samples, windows
@@ -21,7 +22,6 @@ from calm.models.loading import load_calm, load_softmax
 from calm.paper.cost import cost_of
 from calm.paper.runs import Run, digest
 from calm.paper.scales import Scale
-from calm.processes import Processes
 from calm.sampling.next_chunk import Sampling
 from calm.train.optimizer import adamw
 from calm.train.stages import STAGES
@@ -63,7 +63,7 @@ class Place:
     config: RunConfig
     model: Path
     data: Path
-    among: Processes
+    world: World
     report: Callable[[str, int, int | None], None]
 
 
@@ -117,7 +117,7 @@ def _scores(
     options = Options(samples, context=context, most_tokens=most_tokens, stride=stride, keep_sums=True)
     with tempfile.TemporaryDirectory() as aside:
         model = _changed(place, changes, Path(aside)) if changes else place.model
-        answer = evaluate_language_models([model], place.data, split, options, place.among, place.report)
+        answer = evaluate_language_models([model], place.data, split, options, place.world, place.report)
     (found,) = answer["models"].values()
     return {name: found[name] for name in ("sums", "cross_entropy") if name in found}
 
@@ -154,7 +154,7 @@ def _tradeoff(place: Place, split: str, positions: int, temperature: float, cand
 def _step_time(place: Place) -> dict[str, Any]:
     """Seconds of processor time of a training step, the median of a few: other programs do not count."""
     torch.manual_seed(place.config.seed)
-    stage = STAGES[place.config.stage](place.config, place.among)
+    stage = STAGES[place.config.stage](place.config, place.world)
     settings, model = place.config.optimizer, stage.model.train()
     optimizer = adamw(model, settings.betas, settings.eps, settings.weight_decay)
     seconds = []

@@ -21,6 +21,7 @@ from calm import __version__
 from calm.config import CONFIG_FILE, load_config, save_config
 from calm.data.prepare import prepare
 from calm.data.shards import MANIFEST, read_manifest
+from calm.distributed import World, process_group
 from calm.errors import UserError
 from calm.files import claimed
 from calm.paper.experiment import Experiment, Row
@@ -29,7 +30,6 @@ from calm.paper.results import Results
 from calm.paper.runs import STEPS, Run, digest
 from calm.paper.scales import EMBEDDED, Scale
 from calm.paper.values import FAILED, Table, fill
-from calm.processes import Processes, processes
 from calm.screen import Screen
 from calm.train.loop import Diverged, TrainingStopped, train
 from calm.train.tracking import METRICS
@@ -46,12 +46,12 @@ class Reproduction:
         scale: Scale,
         output: Path,
         screen: Screen,
-        among: Processes,
+        world: World,
         *,
         data: Path | None = None,
         resume: bool = False,
     ):
-        self.scale, self.output, self.screen, self.among, self.resume = scale, output, screen, among, resume
+        self.scale, self.output, self.screen, self.world, self.resume = scale, output, screen, world, resume
         self.data = data or scale.prepared or output / "data"
         self.prepares = data is None and scale.prepared is None
         self.text = digest(["embedded", asdict(EMBEDDED)]) if self.prepares else _text(self.data)
@@ -144,14 +144,14 @@ class Reproduction:
             self.screen.warn(str(error))
             answer = {FAILED: str(error).splitlines()[0]}
         self.results.keep(measure, answer, time.perf_counter() - began)
-        if self.among.is_first:
+        if self.world.is_main:
             self.results.write()
 
     def _take(self, measure: Measure) -> dict[str, Any]:
         config = measure.run.config(self.data, self._autoencoder(measure.run))
         with self.screen.evaluation() as tell:
-            place = Place(config, self.directory(measure.run) / "model", self.data, self.among, tell)
-            return self.among.share(take(measure, place))
+            place = Place(config, self.directory(measure.run) / "model", self.data, self.world, tell)
+            return self.world.broadcast(take(measure, place))
 
     def _prepare(self) -> None:
         if (self.data / MANIFEST).exists():
@@ -159,10 +159,10 @@ class Reproduction:
         if not self.prepares:
             how = f"; make it with: {self.scale.preparation}" if self.scale.preparation else ""
             raise UserError(f"{self.data} holds no prepared text{how}")
-        if self.among.is_first:
+        if self.world.is_main:
             with self.screen.preparation() as tell:
                 prepare(["embedded"], self.data, EMBEDDED, resume=True, report=tell, warn=self.screen.warn)
-        self.among.share(None)  # the others wait
+        self.world.broadcast(None)  # the others wait
 
     def _train(self, run: Run) -> None:
         directory = self.directory(run)
@@ -171,15 +171,15 @@ class Reproduction:
         if directory.exists() and not self.resume:
             raise UserError(f"{directory} holds an unfinished run; --resume goes on with it")
         config = run.config(self.data, self._autoencoder(run))
-        if self.among.is_first and run.can_go_on and not directory.exists():
+        if self.world.is_main and run.can_go_on and not directory.exists():
             self._take_over(run, directory)
-        self.among.share(None)
+        self.world.broadcast(None)
         try:
             with self.screen.training(config.train.steps) as tell:
                 train(config, directory, resume=True, report=tell, warn=self.screen.warn)
         except TrainingStopped as stopped:
             raise TrainingStopped("stopped; the same command with --resume goes on", stopped.signum) from stopped
-        self.among.share(None)  # until the model is written
+        self.world.broadcast(None)  # until the model is written
 
     def _take_over(self, run: Run, directory: Path) -> None:
         """Begin with the last checkpoint of the longest run that this one is a continuation of, if there is one."""
@@ -217,9 +217,9 @@ def reproduction(
     scale: Scale, output: Path, screen: Screen, *, data: Path | None = None, resume: bool = False
 ) -> Iterator[Reproduction]:
     """A directory of experiments, kept to one process (or to those of one torchrun)."""
-    with processes() as among, claimed(output, "calm reproduce") if among.is_first else nullcontext():
+    with process_group() as world, claimed(output, "calm reproduce") if world.is_main else nullcontext():
         try:
-            yield Reproduction(scale, output, screen, among, data=data, resume=resume)
+            yield Reproduction(scale, output, screen, world, data=data, resume=resume)
         except OSError as error:
             if error.errno not in FULL:
                 raise

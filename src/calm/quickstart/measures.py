@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from calm.data.shards import PreparedData
+from calm.distributed import World
 from calm.evaluate.language_models import Options, evaluate_language_models
 from calm.evaluate.report import evaluate_autoencoder
 from calm.evaluate.tradeoff import CONTEXT, calm_samples, measure, softmax_samples, windows
 from calm.models.loading import load_calm, load_softmax
 from calm.paper.cost import cost_of
-from calm.processes import Processes
 from calm.quickstart.plan import STAGES, Plan, model_of
 from calm.sampling.next_chunk import Sampling
 from calm.sampling.text import Writer
@@ -30,12 +30,12 @@ def reconstruction(plan: Plan, output: Path) -> dict[str, Any]:
     return {**found, "training_steps": plan.steps("autoencoder")}
 
 
-def scores(plan: Plan, output: Path, among: Processes, report: Any) -> dict[str, Any]:
+def scores(plan: Plan, output: Path, world: World, report: Any) -> dict[str, Any]:
     """BrierLM of both models on text that neither the training nor its settings have seen."""
     models = [model_of(output, stage) for stage in ("calm", "transformer")]
     most = max(FEWEST_TOKENS, round(plan.minutes * TOKENS_A_MINUTE))
     options = Options(SAMPLES, context=CONTEXT, most_tokens=most)
-    return evaluate_language_models(models, output / "data", "test", options, among, report)
+    return evaluate_language_models(models, output / "data", "test", options, world, report)
 
 
 @torch.no_grad()
@@ -78,15 +78,15 @@ def samples(output: Path, seed: int) -> list[dict[str, Any]]:
                 do_sample=True,
                 temperature=temperature,
                 top_k=0,
-                eos_token_id=data.tokenizer.end_id,
-                pad_token_id=data.tokenizer.fill_id,
+                eos_token_id=data.tokenizer.eos_token_id,
+                pad_token_id=data.tokenizer.pad_token_id,
             )[0, len(prompt) :].tolist()
             found.append(
                 {
                     "prompt": data.tokenizer.decode(prompt),
                     "temperature": temperature,
                     "calm": pieces[number],
-                    "transformer": data.tokenizer.decode([i for i in ids if i != data.tokenizer.end_id]),
+                    "transformer": data.tokenizer.decode([i for i in ids if i != data.tokenizer.eos_token_id]),
                     "seconds": round(seconds, 2),
                 }
             )

@@ -7,9 +7,9 @@ from typing import Any
 
 from calm.config import RunConfig
 from calm.data.prepare import prepare
+from calm.distributed import process_group
 from calm.errors import UserError
 from calm.files import claimed, write_atomic, write_json
-from calm.processes import processes
 from calm.quickstart import measures
 from calm.quickstart.plan import LEAST_TOKENS, STAGES, Plan, keep_plan, model_of
 from calm.quickstart.report import make_report
@@ -39,8 +39,8 @@ def quickstart(plan: Plan, output: Path, screen: Screen) -> dict[str, Any]:
                 _train(config, output / "runs" / stage, screen)
         screen.stage(total - 1, total, "BrierLM of both, on test text", _minutes(1.5))
         results = {"plan": json.loads((output / "quickstart.json").read_bytes())}
-        with processes() as among, screen.evaluation() as tell:
-            results["scores"] = _kept(output, "scores", lambda: measures.scores(plan, output, among, tell))
+        with process_group() as world, screen.evaluation() as tell:
+            results["scores"] = _kept(output, "scores", lambda: measures.scores(plan, output, world, tell))
         screen.stage(total, total, "temperatures, samples, report", _minutes(1))
         results["reconstruction"] = _kept(output, "reconstruction", lambda: measures.reconstruction(plan, output))
         results["tradeoff"] = _kept(output, "tradeoff", lambda: measures.tradeoff(plan, output))

@@ -77,8 +77,8 @@ class Spent:
 class Batch:
     """`texts` are those that grow; the rows of everything else stand in their order."""
 
-    def __init__(self, predictor: Predictor, end_id: int, fill_id: int):
-        self.predictor, self.end_id, self.fill_id = predictor, end_id, fill_id
+    def __init__(self, predictor: Predictor, eos_token_id: int, pad_token_id: int):
+        self.predictor, self.eos_token_id, self.pad_token_id = predictor, eos_token_id, pad_token_id
         self.texts: list[Text] = []
         self.spent = Spent()
         self.joining: list[Text] = []
@@ -126,8 +126,8 @@ class Batch:
         grown, rows = [], self.unread.tolist()
         for text, chunk, share in zip(self.texts, rows, chosen, strict=True):
             ids = chunk[: text.max_new_tokens - len(text.new)]
-            if self.end_id in ids:
-                ids, text.met_end = ids[: ids.index(self.end_id)], True
+            if self.eos_token_id in ids:
+                ids, text.met_end = ids[: ids.index(self.eos_token_id)], True
             text.new += ids
             grown.append(Grown(text, ids, share))
         self.leave([text for text in self.texts if text.ended])
@@ -142,7 +142,7 @@ class Batch:
     def _read_prompts(self) -> Tensor:
         """Read the prompts of texts that join, on their own, and put them beside the others: (new ones, H)."""
         texts, self.joining = self.joining, []
-        chunks, there = laid_out(self.predictor, [text.prompt for text in texts], self.end_id, self.fill_id)
+        chunks, there = laid_out(self.predictor, [text.prompt for text in texts], self.eos_token_id, self.pad_token_id)
         chunks, there = chunks.to(self.unread.device), there.to(self.unread.device)
         cache = self.predictor.last_states.cache()
         hidden = self.predictor.read(chunks, there, (there.long().cumsum(1) - 1).clamp(min=0), cache)
@@ -182,14 +182,18 @@ def _each(cache: Cache, change: Callable[[Tensor], Tensor]) -> None:
         layer.keys, layer.values = change(layer.keys), change(layer.values)
 
 
-def laid_out(predictor: Predictor, prompts: list[list[int]], end_id: int, fill_id: int) -> tuple[Tensor, Tensor]:
+def laid_out(
+    predictor: Predictor, prompts: list[list[int]], eos_token_id: int, pad_token_id: int
+) -> tuple[Tensor, Tensor]:
     """Prompts as chunks (B, L, K), all ending together, and which of them are there (B, L)."""
     size = predictor.chunk_size
-    fill_id = fill_id if predictor.knows_fill else end_id
-    texts = [readable(predictor, prompt) or [end_id] for prompt in prompts]  # a document begins behind another's end
+    pad_token_id = pad_token_id if predictor.knows_fill else eos_token_id
+    texts = [
+        readable(predictor, prompt) or [eos_token_id] for prompt in prompts
+    ]  # a document begins behind another's end
     counts = [-(-len(text) // size) for text in texts]
     longest = max(counts)
-    rows = [[fill_id] * (longest * size - len(text)) + text for text in texts]
+    rows = [[pad_token_id] * (longest * size - len(text)) + text for text in texts]
     chunks = torch.tensor(rows).unflatten(1, (longest, size))
     places = torch.arange(longest)
     return chunks, places >= longest - torch.tensor(counts)[:, None]

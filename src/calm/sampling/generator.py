@@ -46,8 +46,8 @@ def generate(
     then chunk after chunk of a single text.
     """
     sampling = _sampling(options)
-    end_id, *ends = _role("eos_token_id", eos_token_id, model)
-    fill_id = _role("pad_token_id", pad_token_id, model)[0]
+    eos_token_id, *ends = _role("eos_token_id", eos_token_id, model)
+    pad_token_id = _role("pad_token_id", pad_token_id, model)[0]
     stops = [*_token_lists(stop), *([other] for other in ends)]
     if input_ids.ndim != 2 or not len(input_ids):
         raise ConfigError(f"input_ids should have the shape (B, T), not {tuple(input_ids.shape)}")
@@ -60,7 +60,7 @@ def generate(
     device = None if generator is None else generator.device
     seeds = torch.randint(2**62, (len(prompts),), generator=generator, device=device).tolist()
     texts = [Text(prompt, seed, max_new_tokens, sampling) for prompt, seed in zip(prompts, seeds, strict=True)]
-    batch = Batch(CalmPredictor(model), end_id, fill_id)
+    batch = Batch(CalmPredictor(model), eos_token_id, pad_token_id)
     batch.join(texts)
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -80,7 +80,7 @@ def generate(
         streamer.end()
     if warning := batch.spent.warning(texts[0].sampling):
         warnings.warn(warning, CalmWarning, stacklevel=3)
-    behind = pad_sequence([torch.tensor(text.new, dtype=torch.long) for text in texts], True, fill_id)
+    behind = pad_sequence([torch.tensor(text.new, dtype=torch.long) for text in texts], True, pad_token_id)
     return torch.cat([input_ids, behind.to(input_ids.device)], dim=1)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from calm.data.loader import mix
 from calm.data.tokenizer import Tokenizer, load_tokenizer
 from calm.errors import ConfigError, UserError
 from calm.models.int8 import to_int8
@@ -20,10 +19,10 @@ from calm.models.plain import read_plain
 from calm.sampling.batch import Batch, Spent, Text
 from calm.sampling.next_chunk import Sampling
 from calm.sampling.predictor import CalmPredictor, Predictor, SoftmaxPredictor
+from calm.seeds import SeedStream, torch_seed
 
 UNFINISHED = "\ufffd"  # what a character's first bytes look like
 LONGEST_CHARACTER = 4  # bytes, so tokens at most
-NOISE_OF_TEXTS = 8  # tells this use of a seed from others
 
 
 class GrowingText:
@@ -124,7 +123,7 @@ class Writer:
 
     def batch(self) -> Batch:
         """An empty batch for texts of this model."""
-        return Batch(self.predictor, self.tokenizer.end_id, self.tokenizer.fill_id)
+        return Batch(self.predictor, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
 
     def write(
         self,
@@ -163,4 +162,4 @@ class Writer:
 
 def noise_seed(seed: int, number: int) -> int:
     """What seeds the noise of the text with this number."""
-    return int(mix(seed, NOISE_OF_TEXTS, number) >> 1)
+    return torch_seed(seed, SeedStream.GENERATION, number)

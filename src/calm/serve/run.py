@@ -9,9 +9,9 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from calm.distributed import default_device
 from calm.errors import UserError
 from calm.models.directories import located
-from calm.processes import default_device
 from calm.sampling.text import Writer
 from calm.serve.limits import Limits
 from calm.serve.server import create_app

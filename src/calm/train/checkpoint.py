@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from calm import __version__
+from calm.distributed import World
 from calm.files import sha256_of, sync, write_json
-from calm.processes import Processes
 
 RECORD = "checkpoint.json"
 UNFINISHED, DAMAGED = ".writing", ".damaged"
@@ -68,12 +68,12 @@ def _commit() -> str | None:
 class Checkpoints:
     """The checkpoints of one run: the last few, and the best."""
 
-    def __init__(self, directory: Path, keep: int, among: Processes, record: dict[str, Any], warn):
-        self.directory, self.keep, self.among, self.warn = directory, keep, among, warn
+    def __init__(self, directory: Path, keep: int, world: World, record: dict[str, Any], warn):
+        self.directory, self.keep, self.world, self.warn = directory, keep, world, warn
         self.record = {"versions": versions(), **record}
         self._thread = ThreadPoolExecutor(1)
         self._pending: Future | None = None
-        if among.is_first:
+        if world.is_main:
             directory.mkdir(parents=True, exist_ok=True)
             for left in directory.glob(f"*{UNFINISHED}"):
                 shutil.rmtree(left)
@@ -93,8 +93,8 @@ class Checkpoints:
         if pending is None:
             return True
         error = pending.result()
-        problem = self.among.any(error is not None)
-        if problem and self.among.is_first:
+        problem = self.world.any(error is not None)
+        if problem and self.world.is_main:
             self.warn(f"a checkpoint could not be written ({error or 'in another process'}); earlier ones are kept")
         return not problem
 
@@ -102,8 +102,8 @@ class Checkpoints:
         final = self.directory / f"step-{step:08d}"
         aside = final.with_name(final.name + UNFINISHED)
         try:
-            _save(state, aside, self.among)
-            if not self.among.is_first:
+            _save(state, aside, self.world)
+            if not self.world.is_main:
                 return None
             files = sorted(path.name for path in aside.iterdir())
             record = {
@@ -122,7 +122,7 @@ class Checkpoints:
             sync(self.directory)
             self._prune()
         except Exception as error:  # a full disk comes as one of many kinds, and must not end the training
-            if self.among.is_first:
+            if self.world.is_main:
                 shutil.rmtree(aside, ignore_errors=True)
             return f"step {step}: {str(error) or repr(error)}".splitlines()[0]
         return None
@@ -146,14 +146,14 @@ class Checkpoints:
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest whole checkpoint; damaged ones are named and put aside."""
         chosen = None
-        for path in reversed(self.found()) if self.among.is_first else []:
+        for path in reversed(self.found()) if self.world.is_main else []:
             if problem := damage(path):
                 self.warn(f"checkpoint {path} is damaged ({problem}); trying the one before it")
                 path.rename(path.with_name(path.name + DAMAGED))
                 continue
             chosen = path, json.loads((path / RECORD).read_bytes())
             break
-        return self.among.share(chosen)
+        return self.world.broadcast(chosen)
 
     def close(self) -> None:
         """Let the writing end; nothing is asked of the other processes, which may be elsewhere, or gone."""
@@ -187,14 +187,14 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def load(path: Path, state: dict[str, Tensor], among: Processes) -> None:
+def load(path: Path, state: dict[str, Tensor], world: World) -> None:
     """Fill the tensors of `state` from a checkpoint."""
     reader = HuggingFaceStorageReader(str(path))
-    load_state(cast(Any, state), storage_reader=reader, process_group=among.saving, no_dist=among.size == 1)
+    load_state(cast(Any, state), storage_reader=reader, process_group=world.saving, no_dist=world.size == 1)
 
 
-def _save(state: dict[str, Tensor], path: Path, among: Processes) -> None:
+def _save(state: dict[str, Tensor], path: Path, world: World) -> None:
     writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=_files(state), save_distributed=True)
-    save_state(cast(Any, state), storage_writer=writer, process_group=among.saving, no_dist=among.size == 1)
-    if among.size > 1:
-        dist.barrier(group=among.saving)
+    save_state(cast(Any, state), storage_writer=writer, process_group=world.saving, no_dist=world.size == 1)
+    if world.size > 1:
+        dist.barrier(group=world.saving)

@@ -6,15 +6,15 @@ from calm.config import Data
 from calm.data.chunks import ChunkedStream
 from calm.data.loader import Batch, Loader, evaluation_batches
 from calm.data.shards import PreparedData
+from calm.distributed import World
 from calm.errors import DataError
-from calm.processes import Processes
 
 
 class TrainingData:
     """The prepared sets of a recipe, which must share one tokenizer."""
 
-    def __init__(self, data: Data, seed: int, among: Processes):
-        sets = [PreparedData(s.path, verify=data.verify and among.is_first) for s in data.sets]
+    def __init__(self, data: Data, seed: int, world: World):
+        sets = [PreparedData(s.path, verify=data.verify and world.is_main) for s in data.sets]
         self.tokenizer = sets[0].tokenizer
         for other in sets[1:]:
             if other.tokenizer.sha256 != self.tokenizer.sha256:
@@ -25,8 +25,8 @@ class TrainingData:
             data.batch_size,
             seed,
             data.front_fill,
-            among.rank,
-            among.size,
+            world.rank,
+            world.size,
         )
         self.validation = [self._chunked(prepared, "validation", data) for prepared in sets]
         if not any(len(stream) for stream in self.validation):
@@ -37,11 +37,11 @@ class TrainingData:
     def _chunked(self, prepared: PreparedData, split: str, data: Data) -> ChunkedStream:
         stream = prepared.split(split)
         return ChunkedStream(
-            stream, data.chunk_size, data.sequence_length, self.tokenizer.fill_id, data.align_documents
+            stream, data.chunk_size, data.sequence_length, self.tokenizer.pad_token_id, data.align_documents
         )
 
-    def validation_batches(self, rows: int, at_once: int, among: Processes) -> Iterator[Batch]:
+    def validation_batches(self, rows: int, at_once: int, world: World) -> Iterator[Batch]:
         """So many rows of validation text, an equal part of each set, whatever the number of processes."""
         streams = [stream for stream in self.validation if len(stream)]
         for stream in streams:
-            yield from evaluation_batches(stream, at_once, among.rank, among.size, -(-rows // len(streams)))
+            yield from evaluation_batches(stream, at_once, world.rank, world.size, -(-rows // len(streams)))

@@ -1,4 +1,4 @@
-"""Processes: one without any wrapper, many with FSDP2 under torchrun.
+"""World: one without any wrapper, many with FSDP2 under torchrun.
 
 Under `fully_shard` only `forward` gathers a module's parameters, so training enters a model through it; other methods
 that are used on a sharded model are registered. A model says with `sharded_parts` which of its modules are groups of
@@ -8,13 +8,13 @@ their own; what is left, a tied embedding above all, stays together in the root'
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+from calm.distributed import World
 from calm.models.backbone import transformer_layers
-from calm.processes import Processes
 
 
-def shard(model: nn.Module, among: Processes) -> None:
+def shard(model: nn.Module, world: World) -> None:
     """Spread parameters, gradients and optimizer state over the processes; a single process is left as it is."""
-    if among.size == 1:
+    if world.size == 1:
         return
     parts = model.sharded_parts() if hasattr(model, "sharded_parts") else transformer_layers(model)  # pyright: ignore
     for part in (*parts, model):

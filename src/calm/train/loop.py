@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.nn.utils import clip_grad_norm_
 
 from calm.config import CONFIG_FILE, RunConfig, load_config, save_config
-from calm.data.loader import mix
+from calm.distributed import World, process_group
 from calm.errors import ConfigError, UserError
 from calm.files import TEMPORARY, claimed, write_json
 from calm.linear import change_layers
-from calm.processes import Processes, processes
+from calm.seeds import SeedStream, torch_seed
 from calm.train.checkpoint import Checkpoints, load, state_of, versions
 from calm.train.distributed import shard, whole
 from calm.train.optimizer import adamw, learning_rate
@@ -70,12 +70,12 @@ def train(
 ) -> dict[str, Any]:
     """Train what `config` describes in the directory `output`; returns a summary."""
     output = Path(output)
-    with processes() as among, claimed(output, "calm train") if among.is_first else nullcontext():
-        if problem := among.share(_conflict(config, output, resume) if among.is_first else None):
+    with process_group() as world, claimed(output, "calm train") if world.is_main else nullcontext():
+        if problem := world.broadcast(_conflict(config, output, resume) if world.is_main else None):
             raise ConfigError(problem)
-        if not among.is_first:
+        if not world.is_main:
             report = warn = _silent
-        return _Run(config, output, among, report, warn).run()
+        return _Run(config, output, world, report, warn).run()
 
 
 def _silent(_: Any) -> None:
@@ -98,8 +98,8 @@ def _conflict(config: RunConfig, output: Path, resume: bool) -> str | None:
 
 
 class _Run:
-    def __init__(self, config: RunConfig, output: Path, among: Processes, report, warn):
-        self.config, self.output, self.among, self.report, self.warn = config, output, among, report, warn
+    def __init__(self, config: RunConfig, output: Path, world: World, report, warn):
+        self.config, self.output, self.world, self.report, self.warn = config, output, world, report, warn
         self.stopped_by: int | None = None
         self.skipped = self.skipped_in_a_row = 0
         self.measures: dict[str, float] = {}  # of the last evaluation
@@ -107,27 +107,27 @@ class _Run:
     def run(self) -> dict[str, Any]:
         settings, optimizer = self.config.train, self.config.optimizer
         torch.manual_seed(self.config.seed)
-        self.stage = STAGES[self.config.stage](self.config, self.among)
+        self.stage = STAGES[self.config.stage](self.config, self.world)
         self._check_memory()
         self.model: Any = self.stage.model
         change_layers(self.model)
-        self.model.to(self.among.device)
+        self.model.to(self.world.device)
         self.model.train()
         if settings.gradient_checkpointing:
             self._checkpoint_gradients()
-        if self.among.is_first:  # from here on the directory is this run's
+        if self.world.is_main:  # from here on the directory is this run's
             save_config(self.config, self.output)
-        shard(self.model, self.among)
+        shard(self.model, self.world)
         self.optimizer = adamw(self.model, optimizer.betas, optimizer.eps, optimizer.weight_decay)
         self.compute = self._compiled() if settings.compile else self.model
         record = {"config": self.config.model_dump(mode="json"), "random": {"seed": self.config.seed}}
         self.checkpoints = Checkpoints(
-            self.output / "checkpoints", settings.keep_checkpoints, self.among, record, self.warn
+            self.output / "checkpoints", settings.keep_checkpoints, self.world, record, self.warn
         )
         start = self._resume()
         self.tracker = Tracker(
             self.output,
-            first=self.among.is_first,
+            first=self.world.is_main,
             step=start,
             tensorboard=settings.tensorboard,
             wandb=settings.wandb,
@@ -151,12 +151,12 @@ class _Run:
             return 0
         path, record = newest
         self.skipped, self.skipped_in_a_row = record["skipped"]
-        load(path, state_of(self.model, self.optimizer), self.among)
+        load(path, state_of(self.model, self.optimizer), self.world)
         return record["step"]
 
     def _steps(self, start: int) -> None:
         settings = self.config.train
-        speed = Speed(self.stage.tokens_per_step, self.among, DTYPES[settings.precision])
+        speed = Speed(self.stage.tokens_per_step, self.world, DTYPES[settings.precision])
         if start < settings.steps:
             speed.count_flops(self.model, self.stage.parts(self.stage.read(start)), self._autocast())
         with ThreadPoolExecutor(1) as ahead:  # the next batch is read while this one is computed
@@ -180,7 +180,7 @@ class _Run:
             self.tracker.log(done, self.measures)
             score = self.measures["score"]
         self.report(Report(done, settings.steps, {**speed.last, **self.measures, **metrics}))
-        stopped = self.among.any(self.stopped_by is not None)
+        stopped = self.world.any(self.stopped_by is not None)
         if saving or stopped:
             skipped = self.skipped, self.skipped_in_a_row
             self.checkpoints.save(done, state_of(self.model, self.optimizer), score=score, skipped=skipped)
@@ -190,18 +190,18 @@ class _Run:
     def _step(self, step: int, parts: list[dict[str, Any]]) -> dict[str, float]:
         """One optimizer step on the global batch; returns what to log."""
         settings = self.config.optimizer
-        torch.manual_seed(int(mix(self.config.seed, 6, step) >> 1))  # for dropout inside of libraries
+        torch.manual_seed(torch_seed(self.config.seed, SeedStream.LIBRARIES, step))  # for dropout inside of libraries
         sums: dict[str, Any] = {}
         for number, part in enumerate(parts):
-            if self.among.size > 1:
+            if self.world.size > 1:
                 self.model.set_requires_gradient_sync(number == len(parts) - 1)  # pyright: ignore
             with self._autocast():
                 output = self.compute(**part)
-            (output.loss * self.among.size).backward()  # FSDP takes the mean over processes
+            (output.loss * self.world.size).backward()  # FSDP takes the mean over processes
             for name, value in output.items():
                 if isinstance(value, torch.Tensor) and value.ndim == 0:
                     sums[name] = sums.get(name, 0.0) + value.detach()
-        metrics = dict(zip(sums, self.among.sum(*(float(value) for value in sums.values())), strict=True))
+        metrics = dict(zip(sums, self.world.sum(*(float(value) for value in sums.values())), strict=True))
         norm = whole(clip_grad_norm_(self.model.parameters(), settings.gradient_clip)).item()
         rate = learning_rate(
             step, self.config.train.steps, settings.learning_rate, settings.warmup_steps, settings.schedule
@@ -217,7 +217,7 @@ class _Run:
         return {**metrics, "gradient_norm": norm, "learning_rate": rate, "skipped_steps": self.skipped}
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.among.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
 
     def _skip(self, step: int, loss: float, norm: float) -> None:
         self.skipped += 1
@@ -233,7 +233,7 @@ class _Run:
     def _leave(self, step: int) -> None:
         saved = self.checkpoints.wait()
         state = f"saved at step {step}; --resume continues" if saved else "the last step could not be saved"
-        assert self.stopped_by is not None or self.among.size > 1
+        assert self.stopped_by is not None or self.world.size > 1
         raise TrainingStopped(f"stopped: {state}", self.stopped_by or signal.SIGTERM)
 
     def _finish(self) -> dict[str, Any]:
@@ -252,7 +252,7 @@ class _Run:
             "skipped_steps": self.skipped,
             **self.measures,
         }
-        if self.among.is_first:
+        if self.world.is_main:
             model, aside = self.output / "model", self.output / "model.writing"
             shutil.rmtree(aside, ignore_errors=True)
             self.stage.model.save_pretrained(aside, state_dict=weights)
@@ -273,7 +273,7 @@ class _Run:
 
     def _compiled(self) -> Any:
         compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # what torch looks for
-        if self.among.device.type == "cpu" and not shutil.which(compiler):
+        if self.world.device.type == "cpu" and not shutil.which(compiler):
             self.warn("train.compile needs a C++ compiler, and there is none; going on without it")
             return self.model
         return torch.compile(self.model)
@@ -284,7 +284,7 @@ class _Run:
         self.model.gradient_checkpointing_enable()
 
     def _check_memory(self) -> None:
-        needed, free = self.stage.estimated_memory(), _free_memory(self.among.device)
+        needed, free = self.stage.estimated_memory(), _free_memory(self.world.device)
         if free is not None and needed > free:
             self.warn(
                 f"about {needed / 1e9:.1f} GB will be needed and {free / 1e9:.1f} GB are free; a larger "

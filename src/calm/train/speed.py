@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from calm.processes import Processes
+from calm.distributed import World
 from calm.products import linear
 
 
@@ -31,9 +31,9 @@ def measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3
 class Speed:
     """Tokens a second and the share of the machine's peak, evaluations left out."""
 
-    def __init__(self, tokens_per_step: int, among: Processes, dtype: torch.dtype):
-        self.tokens_per_step, self.among = tokens_per_step, among
-        self.peak = measured_peak(among.device, dtype) * among.size
+    def __init__(self, tokens_per_step: int, world: World, dtype: torch.dtype):
+        self.tokens_per_step, self.world = tokens_per_step, world
+        self.peak = measured_peak(world.device, dtype) * world.size
         self.flops, self.step, self.began = 0.0, -1, 0.0
         self.last: dict[str, float] = {}
 
@@ -44,7 +44,7 @@ class Speed:
                 loss = model(**parts[0]).loss
             loss.backward()
         model.zero_grad()
-        self.flops = counter.get_total_flops() * len(parts) * self.among.size
+        self.flops = counter.get_total_flops() * len(parts) * self.world.size
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from calm.config import LanguageModel, RunConfig
-from calm.data.loader import Batch, permute, row_seeds
+from calm.data.loader import Batch
 from calm.data.tokenizer import Tokenizer, load_tokenizer
+from calm.distributed import World
 from calm.errors import ConfigError, DataError
 from calm.evaluate.health import evaluate_predictions
 from calm.evaluate.reconstruction import evaluate_reconstruction
@@ -24,8 +25,8 @@ from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig, make_b
 from calm.models.fields import check_positions
 from calm.models.loading import load_autoencoder, load_backbone, load_calm, load_softmax
 from calm.noise import RowNoise
-from calm.processes import Processes
 from calm.scores.tokens import Words
+from calm.seeds import SeedStream, permute, row_seeds
 from calm.train.data import TrainingData
 from calm.train.memory import training_memory
 
@@ -33,9 +34,9 @@ from calm.train.memory import training_memory
 class Stage(ABC):
     """What the stages share: rows of a step, in parts, each part what the model's `forward` takes."""
 
-    def __init__(self, config: RunConfig, among: Processes):
-        self.config, self.among = config, among
-        self.data = TrainingData(config.data, config.seed, among)
+    def __init__(self, config: RunConfig, world: World):
+        self.config, self.world = config, world
+        self.data = TrainingData(config.data, config.seed, world)
         self.model: Any = self.build()
 
     @abstractmethod
@@ -61,13 +62,13 @@ class Stage(ABC):
         return {
             "tokens": torch.from_numpy(batch.tokens),
             "mask": torch.from_numpy(batch.mask),
-            "seeds": row_seeds(batch.rows, self.config.seed, 4),
+            "seeds": row_seeds(batch.rows, self.config.seed, SeedStream.TRAINING),
         }
 
     def parts(self, share: dict[str, Any]) -> list[dict[str, Any]]:
         """What to give to the model's `forward`, part for part."""
-        tokens, mask, device = share["tokens"], share["mask"], self.among.device
-        (count,) = self.among.sum(self.count(tokens, mask).sum().item())
+        tokens, mask, device = share["tokens"], share["mask"], self.world.device
+        (count,) = self.world.sum(self.count(tokens, mask).sum().item())
         parts = []
         for rows in torch.arange(len(tokens)).chunk(self.config.train.accumulation):
             here = slice(int(rows[0]), int(rows[-1]) + 1)
@@ -77,8 +78,8 @@ class Stage(ABC):
 
     def evaluate(self) -> dict[str, float]:
         settings, batch_size = self.config.train, self.config.data.batch_size
-        at_once = max(1, batch_size // self.among.size // settings.accumulation)
-        return self.measure(self.data.validation_batches(settings.evaluation_batches * batch_size, at_once, self.among))
+        at_once = max(1, batch_size // self.world.size // settings.accumulation)
+        return self.measure(self.data.validation_batches(settings.evaluation_batches * batch_size, at_once, self.world))
 
     @property
     def tokens_per_step(self) -> int:
@@ -86,8 +87,8 @@ class Stage(ABC):
 
     def estimated_memory(self) -> float:
         """Bytes that one process will need."""
-        rows = self.config.data.batch_size / self.among.size / self.config.train.accumulation
-        return training_memory(self.model, self.config, rows, self.among.size)
+        rows = self.config.data.batch_size / self.world.size / self.config.train.accumulation
+        return training_memory(self.model, self.config, rows, self.world.size)
 
     def save_extras(self, directory: Path) -> None:
         self.data.tokenizer.save(directory)
@@ -98,7 +99,7 @@ class AutoencoderStage(Stage):
 
     def build(self) -> ChunkAutoencoder:
         tokenizer = self.data.tokenizer
-        return ChunkAutoencoder(autoencoder_config(self.config, tokenizer.vocab_size, tokenizer.mask_id))
+        return ChunkAutoencoder(autoencoder_config(self.config, tokenizer.vocab_size, tokenizer.mask_token_id))
 
     def read(self, step: int) -> dict[str, Any]:
         sampled = self.config.autoencoder.vocabulary_sample is not None
@@ -108,7 +109,7 @@ class AutoencoderStage(Stage):
     def parts(self, share: dict[str, Any]) -> list[dict[str, Any]]:
         candidates = share["candidates"]
         if candidates is not None:
-            candidates = candidates.to(self.among.device)
+            candidates = candidates.to(self.world.device)
         return [{**part, "candidates": candidates} for part in super().parts(share)]
 
     def count(self, tokens: Tensor, mask: Tensor) -> Tensor:
@@ -123,11 +124,11 @@ class AutoencoderStage(Stage):
         if number is None:
             return None
         size = self.model.config.vocab_size
-        random = permute(np.arange(min(number, size)), size, self.config.seed, 5, step)
+        random = permute(np.arange(min(number, size)), size, self.config.seed, SeedStream.VOCABULARY, step)
         return torch.from_numpy(np.union1d(tokens, random))
 
     def measure(self, batches: Iterable[Batch]) -> dict[str, float]:
-        found = evaluate_reconstruction(self.model, batches, extra_noise=(), reduce=self.among.add_up)
+        found = evaluate_reconstruction(self.model, batches, extra_noise=(), reduce=self.world.all_reduce)
         names = ("token_accuracy", "token_accuracy_from_mean", "chunk_accuracy", "mean_sigma", "collapsed_dimensions")
         return {"score": found["token_accuracy"], **{name: found[name] for name in names}}
 
@@ -161,7 +162,7 @@ class LanguageModelStage(Stage):
             )
         check_tokenizer(place, tokenizer, model.config.vocab_size)
         check_positions(model.config.backbone_config, data.sequence_length // data.chunk_size, "chunks")
-        model.config.update({"eos_token_id": tokenizer.end_id, "pad_token_id": tokenizer.fill_id})
+        model.config.update({"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id})
         model.config.knows_fill |= data.front_fill > 0
         return model
 
@@ -177,7 +178,7 @@ class LanguageModelStage(Stage):
         parts = super().parts(share)
         if "words" not in share:
             return parts
-        words = share["words"].to(self.among.device)
+        words = share["words"].to(self.world.device)
         return [{**part, "words": words} for part in parts]
 
     def count(self, tokens: Tensor, mask: Tensor) -> Tensor:
@@ -188,7 +189,7 @@ class LanguageModelStage(Stage):
         return {"input_ids": tokens, "labels": labels, "noise": noise, "num_chunks": count}
 
     def measure(self, batches: Iterable[Batch]) -> dict[str, float]:
-        return evaluate_predictions(self.model, batches, reduce=self.among.add_up)
+        return evaluate_predictions(self.model, batches, reduce=self.world.all_reduce)
 
 
 class TransformerStage(Stage):
@@ -216,7 +217,7 @@ class TransformerStage(Stage):
         return {"input_ids": tokens[:, :-1], **shifted, "num_items_in_batch": count, "use_cache": False}
 
     def measure(self, batches: Iterable[Batch]) -> dict[str, float]:
-        return evaluate_softmax(self.model, batches, reduce=self.among.add_up)
+        return evaluate_softmax(self.model, batches, reduce=self.world.all_reduce)
 
 
 OF_TRAINING = ("vocabulary_sample", "words_from_autoencoder")  # fields that no model knows
@@ -233,17 +234,17 @@ def sampled_words(tokens: np.ndarray, number: int, vocab_size: int, seed: int, s
     present = np.unique(tokens)
     rest = np.setdiff1d(np.arange(vocab_size), present, assume_unique=True)
     number = min(number, len(rest))
-    chosen = rest[permute(np.arange(number), len(rest), seed, 5, step)] if number else rest
+    chosen = rest[permute(np.arange(number), len(rest), seed, SeedStream.VOCABULARY, step)] if number else rest
     ids = np.concatenate([present, chosen])
     weights = np.concatenate([np.ones(len(present)), np.full(number, len(rest) / max(number, 1))])
     order = np.argsort(ids)
     return Words(torch.from_numpy(ids[order]).long(), torch.from_numpy(weights[order]).float())
 
 
-def autoencoder_config(config: RunConfig, vocab_size: int, mask_id: int = 0) -> ChunkAutoencoderConfig:
+def autoencoder_config(config: RunConfig, vocab_size: int, mask_token_id: int = 0) -> ChunkAutoencoderConfig:
     fields = config.autoencoder.model_dump(exclude={"vocabulary_sample"})
     return ChunkAutoencoderConfig(
-        vocab_size=vocab_size, chunk_size=config.data.chunk_size, mask_token_id=mask_id, **fields
+        vocab_size=vocab_size, chunk_size=config.data.chunk_size, mask_token_id=mask_token_id, **fields
     )
 
 
@@ -274,7 +275,7 @@ def check_tokenizer(place: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
             f"the model in {place} and the data were made with different tokenizers (vocabularies); prepare the data "
             f"with --tokenizer {place}"
         )
-    if max(tokenizer.end_id, tokenizer.fill_id) >= vocab_size:
+    if max(tokenizer.eos_token_id, tokenizer.pad_token_id) >= vocab_size:
         raise DataError(
             f"the tokenizer has {tokenizer.vocab_size} ids, and the model in {place} only {vocab_size}: it has no end "
             "or no fill of its own, and cannot be trained on this data"

@@ -1,4 +1,4 @@
-"""This process among those that torchrun has started, if it has."""
+"""The process group: one process by default, many under torchrun."""
 
 import os
 from collections.abc import Iterator
@@ -15,42 +15,46 @@ from calm.allocator import keep_memory
 
 
 @dataclass(frozen=True)
-class Processes:
-    """This process among all."""
+class World:
+    """This process's place in the process group, and the collectives that the package uses.
+
+    All collectives are no-ops in a single process.
+    """
 
     rank: int
     size: int
     device: torch.device
-    control: Any = None  # the group that numbers and decisions go through
-    saving: Any = None  # that of checkpoints, which are written while training goes on
+    control: Any = None  # gloo group for metrics and decisions
+    saving: Any = None  # gloo group for checkpoints, which are written while training goes on
 
     @property
-    def is_first(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
     def sum(self, *values: float) -> list[float]:
         """Sum numbers over all processes."""
-        return self.add_up(torch.tensor(values, dtype=torch.float64)).tolist()
+        return self.all_reduce(torch.tensor(values, dtype=torch.float64)).tolist()
 
-    def add_up(self, sums: Tensor) -> Tensor:
-        """Sum a tensor over all processes, in place."""
+    def all_reduce(self, sums: Tensor) -> Tensor:
+        """Sum a CPU tensor over all processes, in place."""
         if self.size > 1:
             dist.all_reduce(sums, group=self.control)
         return sums
 
     def any(self, value: bool) -> bool:
+        """Whether the value is true on any process."""
         return value if self.size == 1 else self.sum(value)[0] > 0
 
-    def gather(self, value: Any) -> list[Any]:
-        """What every process says, to all."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """The objects of all processes, on every process."""
         if self.size == 1:
             return [value]
-        said: list[Any] = [None] * self.size
-        dist.all_gather_object(said, value, group=self.control)
-        return said
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self.control)
+        return gathered
 
-    def share(self, value: Any) -> Any:
-        """What the first process says, to all."""
+    def broadcast(self, value: Any) -> Any:
+        """The main process's object, on every process."""
         if self.size == 1:
             return value
         box = [value]
@@ -58,14 +62,14 @@ class Processes:
         return box[0]
 
 
-_joined: list[Processes] = []  # while this process is among others
+_current: list[World] = []  # the process group that has been initialised, if any
 
 
 @contextmanager
-def processes() -> Iterator[Processes]:
-    """Join the others that torchrun has started, if it has; who has joined already stays with them."""
-    if _joined:
-        yield _joined[0]
+def process_group() -> Iterator[World]:
+    """Initialise the process group that torchrun describes; nested calls share it."""
+    if _current:
+        yield _current[0]
         return
     keep_memory()
     cuda = torch.cuda.is_available()
@@ -74,18 +78,18 @@ def processes() -> Iterator[Processes]:
     if cuda:
         torch.cuda.set_device(device)
     if size == 1:
-        yield Processes(0, 1, device)
+        yield World(0, 1, device)
         return
     dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo")
     try:
         groups = (dist.new_group(backend="gloo", timeout=timedelta(hours=1)) for _ in ("control", "saving"))
-        _joined.append(Processes(rank, size, device, *groups))
-        yield _joined[0]
+        _current.append(World(rank, size, device, *groups))
+        yield _current[0]
     finally:
-        _joined.clear()
+        _current.clear()
         dist.destroy_process_group()
 
 
 def default_device() -> str:
-    """Of a single process."""
+    """The device of a single process."""
     return "cuda" if torch.cuda.is_available() else "cpu"
