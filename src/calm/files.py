@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: written aside, synced, renamed; and their checksums."""
+"""Atomic file writes, directory locks and checksums."""
 
 import fcntl
 import hashlib
@@ -15,7 +15,7 @@ TEMPORARY = ".tmp"
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write `content` so that a reader, or a crash, sees the old file or the new one, never a part."""
+    """Write a file atomically: after a crash, the path has either the old or the new content."""
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         with temporary.open("wb") as file:
@@ -34,7 +34,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or a directory's renames, survive a power cut."""
+    """Flush a file, or the entries of a directory, to disk with fsync."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -44,12 +44,15 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def claimed(directory: Path, by: str) -> Iterator[None]:
-    """Make a directory and keep it to one process; the claim ends with the process, however it ends."""
+    """Create a directory and lock it for this process. The lock is released when the process exits for any reason.
+
+    `by` is the command that holds the lock, for the error message.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory, os.O_RDONLY)
     except (FileExistsError, NotADirectoryError):
-        raise UserError(f"{directory} is a file, not a directory") from None
+        raise UserError(f"{directory} is a file, not a directory; use another path") from None
     except OSError as error:
         raise UserError(f"cannot write to {directory}: {error.strerror}") from error
     try:
@@ -57,8 +60,10 @@ def claimed(directory: Path, by: str) -> Iterator[None]:
     except OSError as error:
         os.close(descriptor)
         if isinstance(error, BlockingIOError):
-            raise UserError(f"another {by} is writing to {directory}") from None
-        raise UserError(f"{directory} cannot be locked ({error.strerror}); name one on another file system") from error
+            raise UserError(f"another {by} is writing to {directory}; wait for it, or use another directory") from None
+        raise UserError(
+            f"cannot lock {directory} ({error.strerror}); use a directory on another file system"
+        ) from error
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Sources to documents: every form and compression, and every way in which one can be bad."""
+"""Reading documents from sources: file formats, compression and invalid input."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ def read(*names, **kwargs):
     return [text for block in blocks for text in documents(block, kwargs.get("text_field", "text"))]
 
 
-def pack(path, content: bytes):
+def write_compressed(path, content: bytes):
     if path.suffix == ".gz":
         content = gzip.compress(content)
     elif path.suffix == ".zst":
@@ -31,12 +31,12 @@ def pack(path, content: bytes):
     return path
 
 
-@pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
-@pytest.mark.parametrize("form", ["jsonl", "json", "json-lines", "json-one", "txt", "parquet"])
-def test_every_form(tmp_path, form, packing):
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("file_format", ["jsonl", "json", "json-lines", "json-one", "txt", "parquet"])
+def test_all_file_formats_and_compressions(tmp_path, file_format, compression):
     rows = [{"text": text, "meta": {"a": [1, "]"]}} for text in TEXTS]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    if form == "parquet":
+    if file_format == "parquet":
         arrow = pytest.importorskip("pyarrow")
         sink = arrow.BufferOutputStream()
         pytest.importorskip("pyarrow.parquet").write_table(arrow.table({"text": TEXTS, "n": range(4)}), sink)
@@ -48,14 +48,14 @@ def test_every_form(tmp_path, form, packing):
             "json-lines": (lines, TEXTS),
             "json-one": (json.dumps(rows[2], indent=2), TEXTS[2:3]),
             "txt": ("\n\n".join(TEXTS), ["\n\n".join(TEXTS)]),
-        }[form]
+        }[file_format]
         content = content.encode()
-    path = pack(tmp_path / f"corpus.{form.partition('-')[0]}{packing}", content)
+    path = write_compressed(tmp_path / f"corpus.{file_format.partition('-')[0]}{compression}", content)
     assert read(path) == expected
 
 
-def test_small_reads_change_nothing(tmp_path, monkeypatch):
-    """Values that lie across pieces of the file come out whole."""
+def test_values_that_span_several_reads(tmp_path, monkeypatch):
+    """Small reads split values and characters, which must be restored."""
     rows = [{"text": "é漢🙂" * (i % 7 + 1), "i": 1234567} for i in range(200)]
     array, lines = tmp_path / "a.json", tmp_path / "b.jsonl"
     array.write_text(json.dumps(rows, ensure_ascii=False))
@@ -67,16 +67,16 @@ def test_small_reads_change_nothing(tmp_path, monkeypatch):
 
 
 @given(st.lists(st.text(alphabet="ab\n\r é漢🙂", max_size=40), max_size=20), st.integers(4, 60))
-def test_plain_text_is_cut_without_loss(tmp_path_factory, paragraphs, document_size):
+def test_plain_text_is_split_without_loss(tmp_path_factory, paragraphs, document_size):
     path = tmp_path_factory.mktemp("txt") / "a.txt"
     content = "\n\n".join(paragraphs)
     path.write_bytes(content.encode())
     (source,) = open_sources([str(path)], document_size=document_size)
-    pieces = [piece for block in source.blocks() for piece in block.values]
-    assert b"".join(pieces).decode() == content
-    assert all(len(piece) <= 2 * document_size + 4 for piece in pieces)
-    for piece in pieces:
-        piece.decode()  # no character was cut
+    values = [value for block in source.blocks() for value in block.values]
+    assert b"".join(values).decode() == content
+    assert all(len(value) <= 2 * document_size + 4 for value in values)
+    for value in values:
+        value.decode()  # no character is split
 
 
 def test_embedded_corpus():
@@ -86,7 +86,7 @@ def test_embedded_corpus():
     assert chapters[-1].endswith("The grace of our Lord Jesus Christ be with you all. Amen.")
 
 
-def test_hub_source_from_a_local_folder(tmp_path):
+def test_hub_source_from_local_directory(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": t, "n": 1}) + "\n" for t in TEXTS))
     assert read(f"hf:{tmp_path}") == TEXTS
@@ -109,15 +109,15 @@ def test_globs_are_sorted(tmp_path):
     ("line", "reason"),
     [
         (b'{"text": "caf\xe9"}', "line 2: not valid UTF-8 at byte 30"),
-        (b'{"text": 5}', "line 2: the text is not a string but 5"),
-        (b'{"text": null}', "line 2: the text is not a string but None"),
-        (b'{"body": "x"}', "line 2: no field 'text' (its fields: 'body'); --text-field names another one"),
-        (b"{broken", "line 2: not JSON"),
+        (b'{"text": 5}', "line 2: the text must be a string, not 5"),
+        (b'{"text": null}', "line 2: the text must be a string, not None"),
+        (b'{"body": "x"}', "line 2: no field 'text' (fields: 'body'); choose another with --text-field"),
+        (b"{broken", "line 2: invalid JSON"),
         (b"[" * 100_000, "line 2: "),
-        (b'{"text": "\\ud800"}', "line 2: a lone surrogate"),
+        (b'{"text": "\\ud800"}', "line 2: lone surrogate"),
     ],
 )
-def test_bad_lines_are_named_and_the_others_kept(tmp_path, line, reason):
+def test_invalid_lines_are_reported_and_valid_lines_kept(tmp_path, line, reason):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "good"}\n' + line + b'\n\n{"text": "also"}\n')
     good, bad, also = read(path)
@@ -127,57 +127,57 @@ def test_bad_lines_are_named_and_the_others_kept(tmp_path, line, reason):
     assert str(path) in bad.reason
 
 
-def test_bad_text_is_named_by_its_byte(tmp_path):
+def test_invalid_text_is_reported_with_its_byte_offset(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"good " * 3 + b"\xff\xfe")
     (tmp_path / "b.txt").write_bytes(b"junk\0junk")
     invalid, binary = read(tmp_path / "a.txt", tmp_path / "b.txt")
     assert "not valid UTF-8 at byte 15" in invalid.reason
-    assert "zero byte at byte 4" in binary.reason
+    assert "null byte at byte 4" in binary.reason
 
 
-def cut(path, content: bytes):
-    whole = pack(path, content).read_bytes()
-    path.write_bytes(whole[: len(whole) * 2 // 3])
+def write_truncated(path, content: bytes):
+    complete = write_compressed(path, content).read_bytes()
+    path.write_bytes(complete[: len(complete) * 2 // 3])
     return path
 
 
-@pytest.mark.parametrize("packing", [".gz", ".zst"])
-def test_truncated_files_give_what_they_have(tmp_path, packing):
+@pytest.mark.parametrize("compression", [".gz", ".zst"])
+def test_truncated_files_are_read_up_to_the_damage(tmp_path, compression):
     noise = np.random.default_rng(0).integers(0, 10**9, 300_000)
-    path = cut(tmp_path / f"a.jsonl{packing}", "".join(f'{{"text": "{i}"}}\n' for i in noise).encode())
+    path = write_truncated(tmp_path / f"a.jsonl{compression}", "".join(f'{{"text": "{i}"}}\n' for i in noise).encode())
     (source,) = open_sources([str(path)])
-    seen = []
+    texts = []
 
-    def read_on():
+    def read_all():
         for block in source.blocks():
-            seen.extend(documents(block))
+            texts.extend(documents(block))
 
-    with pytest.raises(readers.DamagedSource, match=f"a.jsonl{packing} ends too early or is damaged after"):
-        read_on()
-    # Two thirds of the file are there; zstd's second frame needs its last block to be whole.
-    assert len(seen) > 0.45 * len(noise)
-    assert seen == [str(i) for i in noise[: len(seen)]]
+    with pytest.raises(readers.DamagedSource, match=f"a.jsonl{compression} is truncated or damaged after"):
+        read_all()
+    # Two thirds of the file remain; of zstd's second frame, only complete blocks can be read.
+    assert len(texts) > 0.45 * len(noise)
+    assert texts == [str(i) for i in noise[: len(texts)]]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl.gz", b"not gzip at all", "is not a .gz file, or is damaged"),
-        ("a.jsonl.zst", b"not zstd at all", "is not a .zst file, or is damaged"),
-        ("a.parquet", b"not parquet", "is not a parquet file"),
-        ("a.json", b'[{"text": "a"}, {oops', "document 2: not JSON"),
+        ("a.jsonl.gz", b"not gzip at all", "is damaged or not a .gz file"),
+        ("a.jsonl.zst", b"not zstd at all", "is damaged or not a .zst file"),
+        ("a.parquet", b"not parquet", "is damaged or not a Parquet file"),
+        ("a.json", b'[{"text": "a"}, {oops', "document 2: invalid JSON"),
         ("a.json", b'["caf\xe9"]', "a.json: not valid UTF-8 at byte 5"),
-        ("a.json", b'[{"text": "a"}, {"text": "b"}', "the array has no end"),
-        ("a.exe", b"", "cannot tell what"),
+        ("a.json", b'[{"text": "a"}, {"text": "b"}', "the array is not closed"),
+        ("a.exe", b"", "unknown file format: .*a.exe"),
     ],
 )
-def test_files_that_are_not_what_they_say(tmp_path, name, content, message):
+def test_invalid_files(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         read(tmp_path / name)
 
 
-def test_parquet_without_the_column(tmp_path):
+def test_parquet_without_text_column(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet").write_table(arrow.table({"body": ["x"]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="no column 'text' \\(columns: 'body'\\)"):
@@ -185,12 +185,12 @@ def test_parquet_without_the_column(tmp_path):
     assert read(tmp_path / "a.parquet", text_field="body") == ["x"]
 
 
-def test_split_depends_on_the_text_alone_and_has_the_share():
+def test_split_depends_only_on_the_text_and_matches_the_shares():
     splits = [split_of(f"document {i}", 0.1, 0.2) for i in range(10_000)]
     assert splits == [split_of(f"document {i}", 0.1, 0.2) for i in range(10_000)]
-    # Binomial standard deviations are 30 and 40: five of them.
+    # Five standard deviations of the binomial distribution, which are 30 and 40.
     assert abs(splits.count("validation") - 1000) < 150
     assert abs(splits.count("test") - 2000) < 200
-    # A document of the validation split stays there when the share grows.
-    grown = [split_of(f"document {i}", 0.3, 0.2) for i in range(10_000)]
-    assert all(new == "validation" for old, new in zip(splits, grown, strict=True) if old == "validation")
+    # A document stays in the validation split when its share increases.
+    larger = [split_of(f"document {i}", 0.3, 0.2) for i in range(10_000)]
+    assert all(new == "validation" for old, new in zip(splits, larger, strict=True) if old == "validation")

@@ -1,4 +1,4 @@
-"""Preparation: the same bytes whatever happens, and nothing lost whatever is given."""
+"""`calm prepare`: reproducible output, resuming, and error handling."""
 
 import errno
 import gzip
@@ -38,13 +38,13 @@ def decoded(data: PreparedData, split: str) -> list[str]:
     return [data.tokenizer.decode(stream[first:last].tolist()) for first, last in ranges]
 
 
-def test_every_document_is_there_once_and_unchanged(prepared, texts):
+def test_every_document_is_stored_once_and_unchanged(prepared, texts):
     data = PreparedData(prepared)
-    found = {split: decoded(data, split) for split in ("train", "validation", "test")}
-    assert sorted(sum(found.values(), [])) == sorted(texts)
-    assert found["train"] == [text for text in texts if text in found["train"]]  # in order
-    assert all(found.values())
-    assert data.manifest["splits"]["train"]["bytes"] == sum(len(t.encode()) for t in found["train"])
+    splits = {split: decoded(data, split) for split in ("train", "validation", "test")}
+    assert sorted(sum(splits.values(), [])) == sorted(texts)
+    assert splits["train"] == [text for text in texts if text in splits["train"]]  # in order
+    assert all(splits.values())
+    assert data.manifest["splits"]["train"]["bytes"] == sum(len(t.encode()) for t in splits["train"])
     assert len(data.manifest["splits"]["train"]["shards"]) > 1
 
 
@@ -53,7 +53,7 @@ def test_every_document_is_there_once_and_unchanged(prepared, texts):
     st.integers(1, 20),
     st.data(),
 )
-def test_shards_read_back_equal(tmp_path_factory, documents, shard_tokens, data):
+def test_shards_round_trip(tmp_path_factory, documents, shard_tokens, data):
     directory = tmp_path_factory.mktemp("shards")
     writer = ShardWriter(directory, "train", "uint16", shard_tokens)
     rest = list(documents)
@@ -61,7 +61,7 @@ def test_shards_read_back_equal(tmp_path_factory, documents, shard_tokens, data)
         count = data.draw(st.integers(1, len(rest)))
         batch, rest = rest[:count], rest[count:]
         writer.append(np.array(sum(batch, []), np.uint16), np.array([len(d) for d in batch]))
-        if data.draw(st.booleans()):  # a crash: what is behind the recorded state is cut off
+        if data.draw(st.booleans()):  # a crash: data after the saved state is truncated
             writer.sync()
             state = writer.state()
             writer.append(np.array([7, 7, 7], np.uint16), np.array([1, 2]))
@@ -82,7 +82,7 @@ def test_shards_read_back_equal(tmp_path_factory, documents, shard_tokens, data)
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Several megabytes, so that there are several blocks."""
+    """Several megabytes, so that there is more than one block."""
     path = tmp_path_factory.mktemp("big") / "big.jsonl.gz"
     rng = np.random.default_rng(0)
     words = ["".join(chr(97 + c) for c in rng.integers(0, 26, rng.integers(2, 9))) for _ in range(3000)]
@@ -104,8 +104,8 @@ OPTIONS_BIG = PrepareOptions("bpe:1000", validation_share=0.05, shard_tokens=200
 
 
 def arguments(corpus, output) -> list[str]:
-    chosen = ["--tokenizer", "bpe:1000", "--validation-share", "0.05", "--shard-tokens", "200000"]
-    return ["prepare", str(corpus), "--output", str(output), *chosen]
+    options = ["--tokenizer", "bpe:1000", "--validation-share", "0.05", "--shard-tokens", "200000"]
+    return ["prepare", str(corpus), "--output", str(output), *options]
 
 
 def start(corpus, output, *more):
@@ -113,17 +113,17 @@ def start(corpus, output, *more):
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def test_the_number_of_workers_changes_nothing(corpus, reference, tmp_path):
+def test_output_does_not_depend_on_the_number_of_workers(corpus, reference, tmp_path):
     for workers in ("2", "3"):
         assert start(corpus, tmp_path / workers, "--workers", workers).wait() == 0
         assert contents(tmp_path / workers) == reference
 
 
-def killed(corpus, output, syncs):
-    """A preparation that dies when it has synced so many files, whatever the speed of the machine."""
+def run_until_killed(corpus, output, syncs):
+    """Run a preparation that is killed after `syncs` calls of fsync, independent of the speed of the machine."""
     code = (
         "import os, calm.data.prepare as p\n"
-        "p.SECONDS_BETWEEN_RECORDS = 0.0\n"  # a record after every block: the most places to be killed at
+        "p.PROGRESS_INTERVAL = 0.0\n"  # save progress after every block
         "left, sync = int(os.environ['SYNCS']), os.fsync\n"
         "def die(descriptor):\n"
         "    global left\n"
@@ -137,34 +137,34 @@ def killed(corpus, output, syncs):
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
-def test_killed_again_and_again_it_ends_in_the_same_bytes(corpus, reference, tmp_path):
-    """Killed at every kind of place where something reaches the disk."""
+def test_resuming_after_kills_gives_identical_output(corpus, reference, tmp_path):
+    """Killed at every stage that writes to disk."""
     output = tmp_path / "data"
     for syncs in (0, 1, 3, 6, 8, 10):
-        killed(corpus, output, syncs)
+        run_until_killed(corpus, output, syncs)
     final = start(corpus, output, "--resume", "--workers", "2")
     assert final.wait() == 0, final.stderr.read()
     assert contents(output) == reference
 
 
-def test_ctrl_c_is_one_line_and_leaves_no_worker(corpus, tmp_path):
+def test_ctrl_c_prints_one_line_and_stops_all_workers(corpus, tmp_path):
     process = start(corpus, tmp_path / "data", "--workers", "2")
     while process.poll() is None and not (tmp_path / "data" / PROGRESS).exists():
         time.sleep(0.05)
     time.sleep(0.5)
     workers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=30)
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert not alive
     if process.returncode == 0:
-        pytest.skip("the machine was faster than the signal")
+        pytest.skip("the preparation finished before the signal")
     assert process.returncode == 130
-    assert "Traceback" not in said
-    assert said.strip().splitlines()[-1].startswith("calm: interrupted")
+    assert "Traceback" not in stderr
+    assert stderr.strip().splitlines()[-1].startswith("calm: interrupted")
 
 
-def test_killed_the_parent_takes_its_workers_along(corpus, tmp_path):
+def test_workers_exit_when_the_parent_is_killed(corpus, tmp_path):
     process = start(corpus, tmp_path / "data", "--workers", "2")
     workers = []
     while len(workers) < 2 and process.poll() is None:
@@ -176,41 +176,41 @@ def test_killed_the_parent_takes_its_workers_along(corpus, tmp_path):
     assert not alive
 
 
-def test_a_directory_that_was_being_cleared_is_still_ours(jsonl, tmp_path):
+def test_interrupted_overwrite_can_be_repeated(jsonl, tmp_path):
     output = tmp_path / "data"
     prepare([str(jsonl)], output, OPTIONS, workers=1)
-    whole = contents(output)
-    (output / MANIFEST).rename(output / PROGRESS)  # what a kill in the middle of --overwrite leaves
+    expected = contents(output)
+    (output / MANIFEST).rename(output / PROGRESS)  # the state after a kill during --overwrite
     (output / PROGRESS).write_text('{"job": null}')
-    with pytest.raises(DataError, match="begin anew with --overwrite"):
+    with pytest.raises(DataError, match="start over with --overwrite"):
         prepare([str(jsonl)], output, OPTIONS, workers=1, resume=True)
     prepare([str(jsonl)], output, OPTIONS, workers=1, overwrite=True)
-    assert contents(output) == whole
+    assert contents(output) == expected
     (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "progress.json.tmp").write_text("{")  # what a kill at the very beginning leaves
+    (tmp_path / "new" / "progress.json.tmp").write_text("{")  # the state after a kill at the very start
     prepare([str(jsonl)], tmp_path / "new", OPTIONS, workers=1)
-    assert contents(tmp_path / "new") == whole
+    assert contents(tmp_path / "new") == expected
 
 
-def test_two_at_once(corpus, tmp_path):
+def test_concurrent_preparations_are_refused(corpus, tmp_path):
     with claimed(tmp_path / "data", "calm prepare"):
         second = start(corpus, tmp_path / "data", "--resume")
-        _, said = second.communicate(timeout=60)
+        _, stderr = second.communicate(timeout=60)
     assert second.returncode == 2
-    assert "another calm prepare is writing" in said
+    assert "another calm prepare is writing" in stderr
 
 
-def test_directories_of_other_runs_are_refused(jsonl, prepared, tmp_path):
+def test_directories_with_other_content_are_refused(jsonl, prepared, tmp_path):
     with pytest.raises(DataError, match="finished preparation; continue it with --resume, or replace it"):
         prepare([str(jsonl)], prepared, OPTIONS)
-    assert prepare([str(jsonl)], prepared, OPTIONS, resume=True)["splits"]  # done already
-    with pytest.raises(DataError, match="other sources or options"):
+    assert prepare([str(jsonl)], prepared, OPTIONS, resume=True)["splits"]  # already complete
+    with pytest.raises(DataError, match="other sources or with other options"):
         prepare([str(jsonl)], prepared, PrepareOptions("bpe:500"), resume=True)
     foreign = tmp_path / "thesis"
     foreign.mkdir()
     (foreign / "chapter.tex").write_text("years of work")
     for flags in ({}, {"resume": True}, {"overwrite": True}):
-        with pytest.raises(DataError, match=r"did not make \(chapter.tex\)"):
+        with pytest.raises(DataError, match=r"did not create \(chapter.tex\)"):
             prepare([str(jsonl)], foreign, OPTIONS, **flags)
     assert (foreign / "chapter.tex").read_text() == "years of work"
     (tmp_path / "file").write_text("x")
@@ -218,7 +218,7 @@ def test_directories_of_other_runs_are_refused(jsonl, prepared, tmp_path):
         prepare([str(jsonl)], tmp_path / "file", OPTIONS)
 
 
-def test_overwrite_replaces_only_its_own(jsonl, tmp_path):
+def test_overwrite_keeps_other_files(jsonl, tmp_path):
     prepare([str(jsonl)], tmp_path / "data", OPTIONS, workers=1)
     (tmp_path / "data" / "notes.md").write_text("mine")
     prepare([str(jsonl)], tmp_path / "data", PrepareOptions("bpe:300"), workers=1, overwrite=True)
@@ -226,30 +226,30 @@ def test_overwrite_replaces_only_its_own(jsonl, tmp_path):
     assert PreparedData(tmp_path / "data").manifest["vocab_size"] == 300
 
 
-def test_bad_documents_fail_or_are_skipped(tmp_path):
+def test_invalid_documents_fail_or_are_skipped(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good words here"}\n{"txt": 1}\n{"text": "more good words"}\n')
-    with pytest.raises(DataError, match="line 2: no field 'text'.*--on-bad-document skip leaves"):
+    with pytest.raises(DataError, match="line 2: no field 'text'.*skip such documents with --on-bad-document skip"):
         prepare([str(path)], tmp_path / "data", PrepareOptions("bpe:260"), workers=1)
-    assert not (tmp_path / "data").exists()  # nothing was worth keeping
-    said = []
+    assert not (tmp_path / "data").exists()  # nothing to resume
+    warnings = []
     manifest = prepare(
         [str(path)],
         tmp_path / "data",
         PrepareOptions("bpe:260"),
         workers=1,
         on_bad_document="skip",
-        warn=said.append,
+        warn=warnings.append,
     )
     assert manifest["skipped_documents"] == 1
     assert manifest["splits"]["train"]["documents"] == 2
-    assert "line 2" in said[0]
+    assert "line 2" in warnings[0]
 
 
-def test_truncated_gzip_fails_or_gives_what_it_has(corpus, tmp_path):
+def test_truncated_gzip_fails_or_is_read_up_to_the_damage(corpus, tmp_path):
     path = tmp_path / "cut.jsonl.gz"
     path.write_bytes(corpus.read_bytes()[:1_500_000])
-    with pytest.raises(DataError, match=r"cut.jsonl.gz ends too early or is damaged after .* unpacked bytes"):
+    with pytest.raises(DataError, match=r"cut.jsonl.gz is truncated or damaged after .* decompressed bytes"):
         prepare([str(path)], tmp_path / "data", OPTIONS_BIG, workers=1)
     manifest = prepare([str(path)], tmp_path / "data", OPTIONS_BIG, workers=1, on_bad_document="skip", resume=True)
     assert manifest["skipped_documents"] == 1
@@ -257,77 +257,77 @@ def test_truncated_gzip_fails_or_gives_what_it_has(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n'])
-def test_nothing_to_prepare(tmp_path, content):
+def test_empty_sources(tmp_path, content):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(DataError, match="no documents in"):
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "data", PrepareOptions("bpe:260"), workers=1)
     assert not (tmp_path / "data").exists()
 
 
-def test_changed_source_is_not_continued(corpus, tmp_path):
+def test_resume_refuses_a_changed_source(corpus, tmp_path):
     source = tmp_path / "a.jsonl.gz"
     source.write_bytes(corpus.read_bytes())
     output = tmp_path / "data"
-    killed(source, output, syncs=10)
+    run_until_killed(source, output, syncs=10)
     os.utime(source, (1, 1))
     before = contents(output)
-    with pytest.raises(DataError, match="a source has changed since"):
+    with pytest.raises(DataError, match="a source has changed"):
         prepare([str(source)], output, OPTIONS_BIG, resume=True)
-    assert contents(output) == before  # the unfinished work is still there
+    assert contents(output) == before  # the unfinished preparation is unchanged
 
 
-def test_full_disk_keeps_what_is_finished(corpus, reference, tmp_path, monkeypatch):
-    """The disk is full after some megabytes; once there is room, the preparation continues to the same bytes."""
+def test_resume_after_simulated_full_disk(corpus, reference, tmp_path, monkeypatch):
+    """The disk is full after a few hundred kilobytes. Resuming with free space gives identical output."""
     written = 0
-    real = ShardWriter._write
+    original = ShardWriter._write
 
-    def full(self, tokens, lengths):
+    def write(self, tokens, lengths):
         nonlocal written
         written += len(tokens)
         if written > 400_000:
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(self, tokens, lengths)
+        original(self, tokens, lengths)
 
-    monkeypatch.setattr(module, "SECONDS_BETWEEN_RECORDS", 0.0)
-    monkeypatch.setattr(ShardWriter, "_write", full)
-    with pytest.raises(DataError, match=r"no space left for .*make room and run again with --resume"):
+    monkeypatch.setattr(module, "PROGRESS_INTERVAL", 0.0)
+    monkeypatch.setattr(ShardWriter, "_write", write)
+    with pytest.raises(DataError, match=r"no space left on device for .*free some space and run again with --resume"):
         prepare([str(corpus)], tmp_path / "data", OPTIONS_BIG, workers=1)
     assert not list((tmp_path / "data").rglob("*.tmp"))
     progress = json.loads((tmp_path / "data" / PROGRESS).read_text())
     kept = sum(s["tokens"] for s in [*progress["writers"]["train"]["done"], progress["writers"]["train"]["open"]] if s)
     on_disk = sum(path.stat().st_size for path in (tmp_path / "data").glob("train-*.tokens"))
     assert on_disk == 2 * kept > 0
-    monkeypatch.setattr(ShardWriter, "_write", real)
+    monkeypatch.setattr(ShardWriter, "_write", original)
     prepare([str(corpus)], tmp_path / "data", OPTIONS_BIG, workers=1, resume=True)
     assert contents(tmp_path / "data") == reference
 
 
-def test_a_really_full_disk(corpus, tmp_path):
+def test_full_disk(corpus, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "none", disk], capture_output=True)
     if mounted.returncode:
-        pytest.skip("mounting a small disk needs root")
+        pytest.skip("mounting a small file system requires root")
     try:
         process = start(corpus, disk / "data", "--workers", "1")
-        _, said = process.communicate(timeout=120)
+        _, stderr = process.communicate(timeout=120)
         assert process.returncode == 2
-        assert "no space left" in said
-        assert "Traceback" not in said
+        assert "no space left" in stderr
+        assert "Traceback" not in stderr
         assert not list(disk.rglob("*.tmp"))
     finally:
         subprocess.run(["umount", disk], check=True)
 
 
-def damaged(prepared, tmp_path):
+def copy_of(prepared, tmp_path):
     import shutil
 
     shutil.copytree(prepared, tmp_path / "copy")
     return tmp_path / "copy"
 
 
-def test_changed_shards_are_named(prepared, tmp_path):
-    copy = damaged(prepared, tmp_path)
+def test_changed_shards_are_reported(prepared, tmp_path):
+    copy = copy_of(prepared, tmp_path)
     path = copy / "train-00001.tokens"
     content = bytearray(path.read_bytes())
     content[5] ^= 1
@@ -337,19 +337,19 @@ def test_changed_shards_are_named(prepared, tmp_path):
     ):
         PreparedData(copy)
     path.write_bytes(content[:-2])
-    with pytest.raises(DataError, match="bytes where the manifest says"):
+    with pytest.raises(DataError, match=r"has [\d,]+ bytes, but the manifest says"):
         PreparedData(copy, verify=False)
     path.unlink()
     with pytest.raises(DataError, match="train-00001.tokens is missing"):
         PreparedData(copy)
 
 
-def test_tokenizer_of_other_shards_and_broken_manifests(prepared, tmp_path):
-    copy = damaged(prepared, tmp_path)
+def test_wrong_tokenizer_and_damaged_manifests(prepared, tmp_path):
+    copy = copy_of(prepared, tmp_path)
     from calm.data.tokenizer import train_bpe
 
     train_bpe(["some other words"], 270).save(copy / "tokenizer")
-    with pytest.raises(DataError, match="is not the one that made the shards"):
+    with pytest.raises(DataError, match="does not match the shards"):
         PreparedData(copy)
     (copy / MANIFEST).write_text("{")
     with pytest.raises(DataError, match=r"manifest.json is damaged"):
@@ -366,19 +366,19 @@ def test_tokenizer_of_other_shards_and_broken_manifests(prepared, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"validation_share": 0.6, "test_share": 0.5}, "must leave something to train on"),
+        ({"validation_share": 0.6, "test_share": 0.5}, "must sum to less than 1"),
         ({"validation_share": -0.1}, "must not be negative"),
         ({"shard_tokens": 0}, "shard_tokens must be at least 1"),
         ({"document_size": 3}, "document_size must be at least 4"),
     ],
 )
-def test_bad_options(options, message):
+def test_invalid_options(options, message):
     with pytest.raises(DataError, match=message):
         PrepareOptions("bpe:300", **options)
 
 
-def test_bad_tokenizer_leaves_nothing_behind(jsonl, tmp_path):
-    for name, message in (("bpe:many", "should read bpe:SIZE"), ("bpe:10", "at least 259")):
+def test_invalid_tokenizer_leaves_no_directory(jsonl, tmp_path):
+    for name, message in (("bpe:many", "must have the form bpe:SIZE"), ("bpe:10", "at least 259")):
         with pytest.raises(DataError, match=message):
             prepare([str(jsonl)], tmp_path / "data", PrepareOptions(name), workers=1)
         assert not (tmp_path / "data").exists()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
 from calm.data import tokenizer as module
-from calm.data.tokenizer import END, FILL, MASK, load_tokenizer, round_trips, train_bpe
+from calm.data.tokenizer import EOS_TOKEN, MASK_TOKEN, PAD_TOKEN, load_tokenizer, round_trips, train_bpe
 from calm.errors import DataError
 
 TEXT = "In the beginning God created the heaven and the earth. " * 5
@@ -15,24 +15,24 @@ BPE = train_bpe([TEXT], 290)
 
 
 @given(st.text())
-def test_any_text_comes_back(text):
+def test_any_text_round_trips(text):
     assert BPE.decode(BPE.encode(text)) == text
 
 
 @given(st.text(alphabet="ab <|endfilmask>\n", max_size=40))
-def test_names_of_special_tokens_in_a_text_are_text(text):
-    ids = BPE.encode(text + END + MASK)
+def test_special_token_strings_in_text_are_encoded_as_text(text):
+    ids = BPE.encode(text + EOS_TOKEN + MASK_TOKEN)
     assert not {BPE.eos_token_id, BPE.pad_token_id, BPE.mask_token_id} & set(ids)
-    assert BPE.decode(ids) == text + END + MASK
+    assert BPE.decode(ids) == text + EOS_TOKEN + MASK_TOKEN
 
 
-def test_roles_are_distinct_and_never_decoded():
-    roles = [BPE.mask_token_id, BPE.eos_token_id, BPE.pad_token_id]
-    assert roles == [0, 1, 2]
+def test_special_tokens_are_distinct_and_not_decoded():
+    special = [BPE.mask_token_id, BPE.eos_token_id, BPE.pad_token_id]
+    assert special == [0, 1, 2]
     assert BPE.decode([BPE.pad_token_id, *BPE.encode("God"), BPE.mask_token_id, BPE.eos_token_id]) == "God"
 
 
-def test_training_is_deterministic_and_reaches_the_size():
+def test_training_is_deterministic_and_reaches_the_requested_size():
     again = train_bpe([TEXT], 290)
     assert again.sha256 == BPE.sha256
     assert BPE.vocab_size == 290
@@ -54,28 +54,28 @@ def test_save_and_load(tmp_path):
 
 
 @given(st.text(min_size=30, max_size=200), st.integers(5, 25))
-def test_long_texts_are_cut_and_still_come_back(text, limit):
+def test_long_texts_are_split_and_round_trip(text, limit):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "LONGEST_PIECE", limit + 1000)
+        patch.setattr(module, "MAX_SEGMENT_LENGTH", limit + 1000)
         long = "word " * 300 + text
-        assert "".join(module._pieces(long)) == long
-        assert max(map(len, module._pieces(long))) <= limit + 1000
+        assert "".join(module._segments(long)) == long
+        assert max(map(len, module._segments(long))) <= limit + 1000
         assert BPE.decode(BPE.encode(long)) == long
 
 
-def test_cutting_at_a_space_changes_no_id(monkeypatch):
+def test_splitting_at_spaces_does_not_change_the_ids(monkeypatch):
     text = TEXT * 30
-    whole = BPE.encode(text)
-    monkeypatch.setattr(module, "LONGEST_PIECE", 1200)
-    assert len(list(module._pieces(text))) > 5
-    assert BPE.encode(text) == whole
+    expected = BPE.encode(text)
+    monkeypatch.setattr(module, "MAX_SEGMENT_LENGTH", 1200)
+    assert len(list(module._segments(text))) > 5
+    assert BPE.encode(text) == expected
 
 
 @pytest.fixture(scope="module")
 def tiktoken_file(tmp_path_factory):
-    """Ranks in the order in which a BPE learnt them: bytes, then merges."""
+    """A tiktoken file with all bytes, followed by merges in the order of their length."""
     ranks = {bytes([byte]): byte for byte in range(256)}
-    pieces = [
+    merges = [
         " th",
         "the",
         " the",
@@ -92,14 +92,14 @@ def tiktoken_file(tmp_path_factory):
         "crea",
         "cr",
     ]
-    for piece in sorted(pieces, key=len):
-        ranks[piece.encode()] = len(ranks)
+    for merge in sorted(merges, key=len):
+        ranks[merge.encode()] = len(ranks)
     path = tmp_path_factory.mktemp("tiktoken") / "tokenizer.model"
     path.write_text("".join(f"{base64.b64encode(t).decode()} {r}\n" for t, r in ranks.items()))
     return path, ranks
 
 
-def test_tiktoken_file_gives_the_ids_of_tiktoken(tiktoken_file):
+def test_tiktoken_file_matches_tiktoken(tiktoken_file):
     tiktoken = pytest.importorskip("tiktoken")
     path, ranks = tiktoken_file
     ours = load_tokenizer(str(path))
@@ -119,7 +119,7 @@ def test_tiktoken_file_gives_the_ids_of_tiktoken(tiktoken_file):
 
 
 def test_llama3_layout(tmp_path, monkeypatch):
-    """With Llama 3's number of ranks the specials stand where its models expect them; here with 260 for 128,000."""
+    """Special tokens have the positions that Llama 3 models expect. The test uses 260 ranks instead of 128,000."""
     monkeypatch.setattr(module, "LLAMA3_RANKS", 260)
     ranks = [bytes([b]) for b in range(256)] + [b"th", b"he", b"in", b"er"]
     path = tmp_path / "tokenizer.model"
@@ -132,14 +132,14 @@ def test_llama3_layout(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["not base64!\n", "YQ== x\n", "YQ== 0\n", '{"json": 1}'])
-def test_a_broken_tiktoken_file_is_named(tmp_path, content):
+def test_invalid_tiktoken_file(tmp_path, content):
     path = tmp_path / "tokenizer.model"
     path.write_text(content)
     with pytest.raises(DataError, match="tokenizer.model"):
         load_tokenizer(str(path))
 
 
-def test_foreign_tokenizer_gets_the_roles_it_lacks(tmp_path):
+def test_missing_special_tokens_are_added(tmp_path):
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "[END]": 2, "[UNK]": 3}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.normalizer = normalizers.Lowercase()
@@ -148,13 +148,13 @@ def test_foreign_tokenizer_gets_the_roles_it_lacks(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[END]", "pad_token": "[END]"}')
     loaded = load_tokenizer(str(tmp_path))
     assert loaded.eos_token_id == 2
-    assert loaded.backend.id_to_token(loaded.pad_token_id) == FILL
+    assert loaded.backend.id_to_token(loaded.pad_token_id) == PAD_TOKEN
     assert len({loaded.eos_token_id, loaded.pad_token_id, loaded.mask_token_id}) == 3
-    assert loaded.encode("A B a b") == [0, 1, 0, 1]  # its truncation is off
+    assert loaded.encode("A B a b") == [0, 1, 0, 1]  # truncation is disabled
     assert not round_trips(loaded)
 
 
-def test_unknown_names_and_impossible_sizes(tmp_path):
+def test_unknown_names_and_invalid_sizes(tmp_path):
     with pytest.raises(DataError, match="no tokenizer 'no/such'"):
         load_tokenizer("no/such")
     with pytest.raises(DataError, match="at least 259"):

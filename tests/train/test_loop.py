@@ -1,4 +1,4 @@
-"""The training loop in one process: it learns, it continues to the same bits, it survives what can go wrong."""
+"""The training loop in a single process: learning, exact resumption and error handling."""
 
 import errno
 import json
@@ -41,24 +41,24 @@ def settings(recipe, *more):
     return load_config(str(recipe), list(more))
 
 
-def continued(recipe, output, *more, warn=lambda _: None) -> list[int]:
-    """Continue a run; the steps that were done."""
+def resume(recipe, output, *more, warn=lambda _: None) -> list[int]:
+    """Resume a run. Returns the steps that it performed."""
     steps = []
     train(settings(recipe, *more), output, resume=True, report=lambda r: steps.append(r.step), warn=warn)
     return steps
 
 
-def test_it_learns_and_leaves_what_it_should(recipe, tmp_path):
+def test_loss_decreases_and_outputs_are_complete(recipe, tmp_path):
     summary = train(settings(recipe, "train.steps=60", "train.tensorboard=true"), tmp_path / "run")
     losses = metrics(tmp_path / "run")
     assert sorted(losses) == list(range(1, 61))
     assert np.mean([losses[s] for s in range(51, 61)]) < 0.8 * losses[1]
     assert summary["steps"] == 60
-    found = {path.name for path in (tmp_path / "run").iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "run.json", "loss.png", "model", "checkpoints", "tensorboard"} <= found
+    files = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "run.json", "loss.png", "model", "checkpoints", "tensorboard"} <= files
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["versions"]["torch"] == torch.__version__
-    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) <= 3  # the last two and the best
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) <= 3  # the most recent two and the best
     from transformers import AutoModel, AutoTokenizer
 
     import calm  # noqa: F401
@@ -67,21 +67,21 @@ def test_it_learns_and_leaves_what_it_should(recipe, tmp_path):
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "run" / "model"))
 
 
-def test_accumulation_changes_nothing(recipe, tmp_path):
+def test_gradient_accumulation_does_not_change_the_loss(recipe, tmp_path):
     train(settings(recipe), tmp_path / "whole")
     train(settings(recipe, "train.accumulation=4"), tmp_path / "parts")
     whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
-    assert max(abs(whole[s] - parts[s]) for s in whole) < 1e-4  # the order of additions differs
+    assert max(abs(whole[s] - parts[s]) for s in whole) < 1e-4  # the summation order differs
 
 
-def test_kill_9_at_random_steps_and_continue_to_the_same_bits(recipe, tmp_path):
+def test_resuming_after_sigkill_gives_identical_weights(recipe, tmp_path):
     train(settings(recipe), tmp_path / "whole")
     output = tmp_path / "killed"
     code = (
-        "import os, calm.train.loop as loop; real = loop._Run._step\n"
+        "import os, calm.train.loop as loop; original = loop._Run._step\n"
         "def die(run, step, parts):\n"
         "    if step == int(os.environ['STEP']): os.kill(os.getpid(), 9)\n"
-        "    return real(run, step, parts)\n"
+        "    return original(run, step, parts)\n"
         "loop._Run._step = die\n"
         "from calm.cli import main; main()"
     )
@@ -90,20 +90,20 @@ def test_kill_9_at_random_steps_and_continue_to_the_same_bits(recipe, tmp_path):
         killed = [full[0], "-c", code, *full[3:]]
         done = subprocess.run(killed, capture_output=True, env={**os.environ, "STEP": str(step)}, timeout=120)
         assert done.returncode == -signal.SIGKILL, done.stderr
-    found = [int(p.name.removeprefix("step-")) for p in (output / "checkpoints").glob("step-????????")]
-    assert continued(recipe, output) == list(range(max(found, default=0) + 1, 31))
+    saved = [int(p.name.removeprefix("step-")) for p in (output / "checkpoints").glob("step-????????")]
+    assert resume(recipe, output) == list(range(max(saved, default=0) + 1, 31))
     assert_same_weights(tmp_path / "whole", output)
     assert metrics(tmp_path / "whole") == metrics(output)
 
 
 def test_killed_while_saving(recipe, tmp_path):
-    """A run that dies between the shards and the rename leaves a directory that is not taken for a checkpoint."""
+    """A run that is killed before the rename leaves a directory that is not mistaken for a checkpoint."""
     train(settings(recipe), tmp_path / "whole")
     code = (
-        "import os, calm.train.checkpoint as c; real = c.write_json\n"
+        "import os, calm.train.checkpoint as c; original = c.write_json\n"
         "def die(path, value):\n"
         "    if value['step'] == 20: os.kill(os.getpid(), 9)\n"
-        "    real(path, value)\n"
+        "    original(path, value)\n"
         "c.write_json = die\n"
         "from calm.cli import main; main()"
     )
@@ -112,13 +112,13 @@ def test_killed_while_saving(recipe, tmp_path):
     done = subprocess.run([full[0], "-c", code, *full[3:]], capture_output=True, timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert (output / "checkpoints" / "step-00000020.writing").exists()
-    assert continued(recipe, output)[0] == 11
+    assert resume(recipe, output)[0] == 11
     assert not list((output / "checkpoints").glob("*.writing"))
     assert_same_weights(tmp_path / "whole", output)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_signals_save_and_exit(recipe, tmp_path, signum):
+def test_signals_save_a_checkpoint_and_exit(recipe, tmp_path, signum):
     output = tmp_path / "run"
     long = ["--set", "train.steps=100000", "--set", "train.checkpoint_every=100000"]
     process = subprocess.Popen(
@@ -128,17 +128,17 @@ def test_signals_save_and_exit(recipe, tmp_path, signum):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)
     process.send_signal(signum)
-    _, said = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + signum
-    assert "stopped: saved at step" in said
-    assert "Traceback" not in said
+    assert "stopped: saved at step" in stderr
+    assert "Traceback" not in stderr
     (saved,) = (output / "checkpoints").iterdir()
     assert damage(saved) is None
-    assert f"saved at step {int(saved.name.removeprefix('step-'))};" in said
+    assert f"saved at step {int(saved.name.removeprefix('step-'))};" in stderr
 
 
 @pytest.mark.parametrize("broken", ["shard", "record"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(recipe, tmp_path, broken):
+def test_damaged_checkpoint_falls_back_to_the_previous_one(recipe, tmp_path, broken):
     output = tmp_path / "run"
     train(settings(recipe), output)
     shutil.copytree(output, tmp_path / "before")
@@ -150,15 +150,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(recipe, tmp_pa
         path.write_bytes(content)
     else:
         (newest / "checkpoint.json").write_text("{")
-    said = []
-    assert continued(recipe, output, warn=said.append)[0] == 21
-    assert any("step-00000030 is damaged (" in message for message in said)
-    assert damage(newest) is None  # written anew
+    warnings = []
+    assert resume(recipe, output, warn=warnings.append)[0] == 21
+    assert any("step-00000030 is damaged (" in message for message in warnings)
+    assert damage(newest) is None  # saved again
     assert_same_weights(tmp_path / "before", output)
 
 
-def test_a_large_checkpoint_is_cut_into_files(recipe, tmp_path, monkeypatch):
-    """Which are held in memory one after the other, and continued from like a single one."""
+def test_large_checkpoints_are_split_into_files(recipe, tmp_path, monkeypatch):
+    """Resuming from several files gives the same weights as from a single one."""
     train(settings(recipe), tmp_path / "one")
     limit = 10_000
     monkeypatch.setattr(checkpoint_module, "LARGEST_FILE", limit)
@@ -173,14 +173,14 @@ def test_a_large_checkpoint_is_cut_into_files(recipe, tmp_path, monkeypatch):
     assert sum(len(content) for content in contents) == len(load_file(single))
     shutil.rmtree(output / "checkpoints" / "step-00000030")
     shutil.rmtree(output / "model")
-    assert continued(recipe, output)[0] == 21
+    assert resume(recipe, output)[0] == 21
     assert_same_weights(tmp_path / "one", output)
 
 
-def test_continuing_a_finished_run_does_no_step(recipe, tmp_path):
+def test_resuming_a_finished_run_performs_no_steps(recipe, tmp_path):
     train(settings(recipe), tmp_path / "run")
     before = sha256_of(tmp_path / "run" / "model" / "model.safetensors")
-    assert continued(recipe, tmp_path / "run") == []
+    assert resume(recipe, tmp_path / "run") == []
     assert sha256_of(tmp_path / "run" / "model" / "model.safetensors") == before
     assert sorted(metrics(tmp_path / "run")) == list(range(1, 31))
 
@@ -193,76 +193,76 @@ def test_the_best_checkpoint_is_kept(recipe, tmp_path, monkeypatch):
     assert kept == ["step-00000010", "step-00000030"]
 
 
-def test_a_full_disk_for_metrics_does_not_end_the_training(recipe, tmp_path, monkeypatch):
-    real = Path.open
+def test_training_continues_if_metrics_cannot_be_written(recipe, tmp_path, monkeypatch):
+    original = Path.open
     monkeypatch.setattr(
-        Path, "open", lambda path, *a, **k: real(Path("/dev/full") if path.name == METRICS else path, *a, **k)
+        Path, "open", lambda path, *a, **k: original(Path("/dev/full") if path.name == METRICS else path, *a, **k)
     )
     monkeypatch.setattr(loop, "plot_losses", lambda _: None)
-    said = []
-    assert train(settings(recipe), tmp_path / "run", warn=said.append)["steps"] == 30
-    assert said == ["metrics cannot be written (No space left on device); training goes on"]
+    warnings = []
+    assert train(settings(recipe), tmp_path / "run", warn=warnings.append)["steps"] == 30
+    assert warnings == ["metrics cannot be written (No space left on device); training continues"]
 
 
-def test_no_git_is_no_obstacle(recipe, tmp_path, monkeypatch):
+def test_training_without_git(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
     train(settings(recipe, "train.steps=2"), tmp_path / "run")
     assert "commit" not in json.loads((tmp_path / "run" / "model" / "run.json").read_text())["versions"]
 
 
-def test_a_full_disk_at_saving_keeps_the_checkpoint_before(recipe, tmp_path, monkeypatch):
-    real = checkpoint_module._save
+def test_full_disk_keeps_the_previous_checkpoint(recipe, tmp_path, monkeypatch):
+    original = checkpoint_module._save
 
     def full(state, path, world):
         if "step-00000020" in path.name:
             path.mkdir()
             (path / "half").write_text("x")
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(state, path, world)
+        original(state, path, world)
 
     monkeypatch.setattr(checkpoint_module, "_save", full)
-    said = []
-    train(settings(recipe), tmp_path / "run", warn=said.append)
-    assert any("step 20: [Errno 28] No space left on device); earlier ones are kept" in message for message in said)
+    warnings = []
+    train(settings(recipe), tmp_path / "run", warn=warnings.append)
+    assert any("step 20: [Errno 28] No space left on device); earlier ones are kept" in message for message in warnings)
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
         "step-00000010",
         "step-00000030",
     ]
 
 
-def test_steps_without_a_finite_loss_are_skipped_and_counted(recipe, tmp_path, monkeypatch):
-    real = loop._Run._step
+def test_steps_with_nonfinite_loss_are_skipped_and_counted(recipe, tmp_path, monkeypatch):
+    original = loop._Run._step
 
     def step(self, number, parts):
         if number in (3, 4):
             for part in parts:
                 part["num_chunks"] = float("nan")
-        return real(self, number, parts)
+        return original(self, number, parts)
 
     monkeypatch.setattr(loop._Run, "_step", step)
-    said = []
-    summary = train(settings(recipe), tmp_path / "run", warn=said.append)
+    warnings = []
+    summary = train(settings(recipe), tmp_path / "run", warn=warnings.append)
     assert summary["skipped_steps"] == 2
-    assert train(settings(recipe), tmp_path / "run", resume=True)["skipped_steps"] == 2  # not forgotten
-    assert [message for message in said if message.startswith("step 3 skipped: loss nan")]
+    assert train(settings(recipe), tmp_path / "run", resume=True)["skipped_steps"] == 2  # restored on resume
+    assert [message for message in warnings if message.startswith("step 3 skipped: loss nan")]
     assert all(torch.isfinite(value).all() for value in weights(tmp_path / "run").values())
 
 
-def test_ten_skipped_steps_in_a_row_end_the_run(recipe, tmp_path):
+def test_ten_consecutive_skipped_steps_stop_the_run(recipe, tmp_path):
     with pytest.raises(UserError, match="10 steps in a row, up to step .*learning_rate"):
         train(settings(recipe, "optimizer.learning_rate=1e30", "optimizer.warmup_steps=0"), tmp_path / "run")
 
 
-def test_bf16_runs(recipe, tmp_path):
+def test_bf16_training(recipe, tmp_path):
     train(settings(recipe, "train.precision=bf16", "train.steps=12"), tmp_path / "bf16")
     assert metrics(tmp_path / "bf16")[12] < metrics(tmp_path / "bf16")[1]
 
 
-def test_compile_without_a_compiler_goes_on(recipe, tmp_path, monkeypatch):
+def test_compile_without_a_compiler_warns_and_trains(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    said = []
-    train(settings(recipe, "train.compile=true", "train.steps=3"), tmp_path / "run", warn=said.append)
-    assert said == ["train.compile needs a C++ compiler, and there is none; going on without it"]
+    warnings = []
+    train(settings(recipe, "train.compile=true", "train.steps=3"), tmp_path / "run", warn=warnings.append)
+    assert warnings == ["train.compile needs a C++ compiler, and there is none; going on without it"]
 
 
 @pytest.mark.parametrize(
@@ -270,20 +270,20 @@ def test_compile_without_a_compiler_goes_on(recipe, tmp_path, monkeypatch):
     [
         (["--set", "train.steps=0"], "train.steps: input should be greater than or equal to 1, not 0"),
         (["--set", "optimizer.learning_rate=-1"], "optimizer.learning_rate: input should be greater than 0, not -1"),
-        (["--set", "data.sets.0.path=nowhere"], "nowhere is not a prepared data set (no such directory)"),
+        (["--set", "data.sets.0.path=nowhere"], "nowhere is not a prepared dataset (no such directory)"),
         (["--set", "train.gradient_checkpointing=true"], "has no backbone to checkpoint"),
         (["--set", "stage=decoder"], "stage: input should be 'autoencoder'"),
     ],
 )
-def test_bad_recipes(recipe, tmp_path, more, message):
+def test_invalid_recipes(recipe, tmp_path, more, message):
     done = run(recipe, tmp_path / "run", *more)
     assert done.returncode == 2
-    assert not (tmp_path / "run" / "config.yaml").exists()  # the directory is free for the next try
+    assert not (tmp_path / "run" / "config.yaml").exists()  # the directory can be used again
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_directories_of_other_runs(recipe, tmp_path):
+def test_directories_with_other_content_are_refused(recipe, tmp_path):
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "thesis.tex").write_text("work")
     with pytest.raises(UserError, match=r"did not make \(thesis.tex\)"):
@@ -295,7 +295,7 @@ def test_directories_of_other_runs(recipe, tmp_path):
         train(settings(recipe, "seed=3", "optimizer.eps=1e-4"), tmp_path / "run", resume=True)
 
 
-def test_sets_with_different_tokenizers(recipe, jsonl, tmp_path):
+def test_datasets_with_different_tokenizers(recipe, jsonl, tmp_path):
     from calm.data.prepare import prepare
     from calm.data.workers import PrepareOptions
 
@@ -307,8 +307,8 @@ def test_sets_with_different_tokenizers(recipe, jsonl, tmp_path):
         train(config, tmp_path / "run")
 
 
-def test_too_little_memory_is_a_warning(recipe, tmp_path, monkeypatch):
+def test_too_little_memory_gives_a_warning(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "_free_memory", lambda _: 1000.0)
-    said = []
-    train(settings(recipe, "train.steps=2"), tmp_path / "run", warn=said.append)
-    assert "GB are free; a larger train.accumulation" in said[0]
+    warnings = []
+    train(settings(recipe, "train.steps=2"), tmp_path / "run", warn=warnings.append)
+    assert "GB are free; a larger train.accumulation" in warnings[0]

@@ -1,1 +1,1 @@
-"""Text → documents → tokens → shards → batches. Nothing in here imports torch."""
+"""Data pipeline: text → documents → tokens → shards → batches. Nothing in this package imports torch."""

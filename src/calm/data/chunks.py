@@ -1,17 +1,18 @@
-"""How documents meet chunks: the only place that knows.
+"""Packing documents into rows of chunks.
 
-A split is one long stream of token ids, every document closed by its end id. A row of a batch is a stretch of it:
+A split is one long stream of token ids in which every document ends with the end-of-text token. A row of a batch is a
+slice of this stream:
 
-    T = (L + 1)·K ids = L + 1 chunks of K; the model reads the first L and predicts the last L.
+    T = (L + 1)·K ids = L + 1 chunks of K; the first L chunks are inputs, the last L are targets.
 
-Rows begin L·K ids apart, so each chunk but the first of the stream is predicted once an epoch.
+Rows start L·K ids apart, so each chunk except the first of the stream is predicted once per epoch.
 
-Packed (the default): chunk borders fall where they fall, also across documents. No position is wasted and a model sees
-text at every offset, as it must when it continues a prompt of any length.
-Aligned: each document is padded with fill ids to a whole number of chunks, so that it begins at a border.
+Packed (default): documents are concatenated, and chunks may cross document boundaries. No position is wasted, and the
+model sees text at every offset, as it does when it continues a prompt of arbitrary length.
+Aligned: each document is padded to a multiple of K, so that it starts at a chunk boundary.
 
-Front fill: a row may begin with 0 to K-1 fill ids. A prompt whose length is no multiple of K is put on a chunk border
-in this way, and the shift lets every alignment of text and chunks occur in training.
+Front padding: a row may start with 0 to K-1 padding tokens. At inference, a prompt whose length is not a multiple of K
+is padded in the same way. The shift also exposes the model to every alignment of text and chunks during training.
 """
 
 from dataclasses import dataclass
@@ -25,18 +26,18 @@ from calm.errors import DataError
 
 
 def close_document(ids: list[int], eos_token_id: int) -> list[int]:
-    """Every document ends with its end id."""
+    """Append the end-of-text token to a document."""
     return [*ids, eos_token_id]
 
 
 class Row(NamedTuple):
     tokens: np.ndarray  # (T,) int64
-    mask: np.ndarray  # (T,) bool: true for the tokens of documents, false for fill
+    mask: np.ndarray  # (T,) bool: True for document tokens, False for padding
 
 
 @dataclass(frozen=True)
 class ChunkedStream:
-    """Rows of a token stream."""
+    """A token stream divided into rows of chunks."""
 
     stream: TokenStream
     chunk_size: int  # K
@@ -49,8 +50,8 @@ class ChunkedStream:
             raise DataError(f"chunk_size must be at least 1, not {self.chunk_size}")
         if self.sequence_length < 1 or self.sequence_length % self.chunk_size:
             raise DataError(
-                f"sequence_length must be a positive multiple of chunk_size, but {self.sequence_length} is no "
-                f"multiple of {self.chunk_size}; {_nearest_multiple(self.sequence_length, self.chunk_size)} would be"
+                f"sequence_length must be a positive multiple of chunk_size, but {self.sequence_length} is not a "
+                f"multiple of {self.chunk_size}; use {_nearest_multiple(self.sequence_length, self.chunk_size)}"
             )
 
     @property
@@ -59,38 +60,39 @@ class ChunkedStream:
 
     @cached_property
     def _padded_ends(self) -> np.ndarray:
-        """Where each document ends when all are padded to whole chunks."""
+        """End offset of each document when all documents are padded to a multiple of the chunk size."""
         return np.cumsum(-(-self.stream.document_lengths // self.chunk_size) * self.chunk_size)
 
     def __len__(self) -> int:
-        """Number of rows; the last may be partly filled, and a stream of a chunk or less still is one."""
+        """Number of rows. The last row may be padded; a stream of one chunk or less still makes one row."""
         length = len(self.stream)
         if self.align_documents and length:
             length = int(self._padded_ends[-1])
         return max(-(-(length - self.chunk_size) // self.sequence_length), min(length, 1))
 
-    def row(self, index: int, front_fill: int = 0) -> Row:
+    def row(self, index: int, front_padding: int = 0) -> Row:
+        """Return row `index`, starting with `front_padding` padding tokens."""
         start = index * self.sequence_length
         if not self.align_documents:
-            return self._lay([self.stream[start : start + self.row_length - front_fill]], front_fill)
-        pieces, position = [], front_fill
+            return self._assemble([self.stream[start : start + self.row_length - front_padding]], front_padding)
+        segments, position = [], front_padding
         document = int(np.searchsorted(self._padded_ends, start, side="right"))
         while position < self.row_length and document < len(self._padded_ends):
             first, last = self.stream.document_range(document)
             padded_start = int(self._padded_ends[document - 1]) if document else 0
-            pieces.append(self.stream[first + max(0, start - padded_start) : last])
-            position = _round_up(position + len(pieces[-1]), self.chunk_size)
+            segments.append(self.stream[first + max(0, start - padded_start) : last])
+            position = _round_up(position + len(segments[-1]), self.chunk_size)
             document += 1
-        return self._lay(pieces, front_fill)
+        return self._assemble(segments, front_padding)
 
-    def _lay(self, pieces: list[np.ndarray], front_fill: int) -> Row:
-        """Put pieces one after another, each beginning at a chunk border; the first after its fill."""
+    def _assemble(self, segments: list[np.ndarray], front_padding: int) -> Row:
+        """Concatenate segments, each starting at a chunk boundary; the first follows the front padding."""
         tokens = np.full(self.row_length, self.pad_token_id, dtype=np.int64)
         mask = np.zeros(self.row_length, dtype=bool)
-        position = front_fill
-        for piece in pieces:
-            end = min(position + len(piece), self.row_length)
-            tokens[position:end] = piece[: end - position]
+        position = front_padding
+        for segment in segments:
+            end = min(position + len(segment), self.row_length)
+            tokens[position:end] = segment[: end - position]
             mask[position:end] = True
             position = _round_up(end, self.chunk_size)
         return Row(tokens, mask)

@@ -1,7 +1,7 @@
-"""`calm prepare`: sources → tokenizer → shards, over many processes, continued after any interruption.
+"""`calm prepare`: sources → tokenizer → shards, with multiple processes and resumable.
 
-One process reads blocks and writes shards, in order; workers parse and tokenize. Every few seconds the shards are
-synced and `progress.json` says how far they are good. Whatever happens, continuing from it ends in the same bytes.
+The main process reads blocks and writes shards, in order; workers parse and tokenize. Every few seconds the shards are
+synced to disk and `progress.json` records the position. Resuming from it produces byte-identical output.
 """
 
 import errno
@@ -17,21 +17,21 @@ from calm.data.readers import Block, DamagedSource
 from calm.data.shards import MANIFEST, VERSION, ShardWriter
 from calm.data.tokenizer import Tokenizer, load_tokenizer, round_trips, train_bpe
 from calm.data.workers import PrepareOptions, encode, map_in_order
-from calm.data.workspace import PROGRESS, begin, clear, finished
+from calm.data.workspace import PROGRESS, clear, completed_manifest, start_or_resume
 from calm.errors import DataError
 from calm.files import claimed, write_json
 
-SECONDS_BETWEEN_RECORDS = 2.0
-TOKENIZER_SAMPLE = 2**26  # bytes of training text that a BPE is trained on
-REASONS_SHOWN = 10
+PROGRESS_INTERVAL = 2.0  # seconds between updates of progress.json
+TOKENIZER_SAMPLE = 2**26  # characters of training text for BPE training
+MAX_WARNINGS = 10  # about skipped documents
 
 
 @dataclass
 class Counts:
-    """How far a preparation is."""
+    """Progress of a preparation."""
 
-    source: int = 0  # sources done
-    block: int = 0  # blocks done of the source under way
+    source: int = 0  # completed sources
+    block: int = 0  # completed blocks of the current source
     documents: int = 0
     tokens: int = 0
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
@@ -40,7 +40,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Report:
-    """What a progress bar needs."""
+    """State for a progress bar."""
 
     stage: str
     counts: Counts
@@ -60,7 +60,7 @@ def prepare(
     report: Callable[[Report], None] = lambda _: None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Prepare `sources` in the directory `output`; returns its manifest."""
+    """Tokenize `sources` into shards in the directory `output`. Returns the manifest."""
     output = Path(output)
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     if workers < 1:
@@ -71,17 +71,17 @@ def prepare(
         "options": vars(options),
     }
     with claimed(output, "calm prepare"):
-        if manifest := finished(output, job, resume, overwrite):
+        if manifest := completed_manifest(output, job, resume, overwrite):
             return manifest
         try:
-            progress = begin(output, job, overwrite)
+            progress = start_or_resume(output, job, overwrite)
             preparation = _Preparation(output, opened, options, workers, on_bad_document, report, warn)
             return preparation.run(progress)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise DataError(
-                f"no space left for {output}; what was finished is kept: make room and run again with --resume"
+                f"no space left on device for {output}; free some space and run again with --resume to continue"
             ) from error
 
 
@@ -101,7 +101,7 @@ class _Preparation:
         try:
             return self._run(progress)
         except DataError:
-            if not self.progress["writers"]:  # nothing is worth continuing
+            if not self.progress["writers"]:  # nothing to resume
                 clear(self.output)
             raise
 
@@ -115,14 +115,14 @@ class _Preparation:
             self._tokenize()
             if self.counts.documents == 0:
                 names = ", ".join(source.name for source in self.sources[:3])
-                raise DataError(f"no documents in {names}: nothing to prepare")
+                raise DataError(f"no documents in {names}; pass sources that contain text")
             return self._finish(tokenizer)
         except BaseException:
-            if (self.output / MANIFEST).exists():  # everything is written and declared whole
+            if (self.output / MANIFEST).exists():  # the output is complete
                 raise
-            nothing = {"done": [], "open": None}
+            empty = {"done": [], "open": None}
             for split, writer in self.writers.items():
-                writer.rewind(self.progress["writers"].get(split, nothing))
+                writer.rewind(self.progress["writers"].get(split, empty))
             raise
 
     def _tokenizer(self) -> Tokenizer:
@@ -132,26 +132,30 @@ class _Preparation:
         kind, _, size = self.options.tokenizer.partition(":")
         if kind == "bpe":
             if not size.isdecimal():
-                raise DataError(f"tokenizer {self.options.tokenizer!r} should read bpe:SIZE, as in bpe:4096")
+                raise DataError(
+                    f"tokenizer {self.options.tokenizer!r} must have the form bpe:SIZE, for example bpe:4096"
+                )
             tokenizer = train_bpe(self._training_text(), int(size))
             if tokenizer.vocab_size < int(size):
-                self.warn(f"the text supports only {tokenizer.vocab_size:,} of {int(size):,} tokenizer entries")
+                self.warn(
+                    f"the training text supports only {tokenizer.vocab_size:,} of {int(size):,} vocabulary entries"
+                )
         else:
             tokenizer = load_tokenizer(self.options.tokenizer)
             if not round_trips(tokenizer):
-                self.warn(f"the tokenizer {self.options.tokenizer} does not give back the exact text that it is given")
+                self.warn(f"the tokenizer {self.options.tokenizer} is lossy: decoding does not restore the exact text")
         tokenizer.save(directory)
         return tokenizer
 
     def _training_text(self) -> Iterator[str]:
-        """The first megabytes of the training documents, the sources taking turns."""
+        """Training documents for the tokenizer, read round-robin from the sources up to TOKENIZER_SAMPLE."""
         readers = [source.blocks() for source in self.sources]
         size = 0
         while readers and size < TOKENIZER_SAMPLE:
             for reader in list(readers):
                 try:
                     block = next(reader, None)
-                except DamagedSource:  # told, or skipped, when its turn comes
+                except DamagedSource:  # handled when the source is tokenized
                     block = None
                 if block is None:
                     readers.remove(reader)
@@ -166,13 +170,13 @@ class _Preparation:
         return split_of(text, self.options.validation_share, self.options.test_share)
 
     def _tokenize(self) -> None:
-        recorded = time.monotonic()
+        saved = time.monotonic()
         read_before = sum(source.size or 0 for source in self.sources[: self.counts.source])
         for (source, number, block), encoded in map_in_order(
             encode, self._blocks(), self.workers, (str(self.output / "tokenizer"), self.options)
         ):
             for reason in encoded.bad:
-                self._bad(reason)
+                self._handle_bad(reason)
             for split, (tokens, lengths, size) in encoded.splits.items():
                 self.writers[split].append(tokens, lengths)
                 self.counts.documents += len(lengths)
@@ -181,21 +185,21 @@ class _Preparation:
             if source != self.counts.source:
                 read_before = sum(before.size or 0 for before in self.sources[:source])
             self.counts.source, self.counts.block = source, number + 1
-            if time.monotonic() - recorded > SECONDS_BETWEEN_RECORDS:
-                self._record()
-                recorded = time.monotonic()
+            if time.monotonic() - saved > PROGRESS_INTERVAL:
+                self._save_progress()
+                saved = time.monotonic()
             bytes_read = read_before + (block.bytes_read if isinstance(block, Block) else 0)
             self.report(Report("tokenizing", self.counts, bytes_read, self.bytes_total))
 
-    def _bad(self, reason: str) -> None:
+    def _handle_bad(self, reason: str) -> None:
         if self.on_bad_document == "fail":
-            raise DataError(f"{reason}; --on-bad-document skip leaves such documents out")
+            raise DataError(f"{reason}; skip such documents with --on-bad-document skip")
         self.counts.skipped += 1
-        if self.counts.skipped <= REASONS_SHOWN:
+        if self.counts.skipped <= MAX_WARNINGS:
             self.warn(f"skipped {reason}")
 
     def _blocks(self) -> Iterator[tuple[int, int, Block | BadDocument]]:
-        """All blocks that are not done yet, each with its place; a damaged source ends in a bad document."""
+        """Yield (source, block number, block) for all remaining blocks. A damaged source ends with a BadDocument."""
         first, done = self.counts.source, self.counts.block
         for number, source in enumerate(self.sources[first:], first):
             index = -1
@@ -208,7 +212,7 @@ class _Preparation:
                     yield number, index + 1, BadDocument(str(error))
             done = 0
 
-    def _record(self) -> None:
+    def _save_progress(self) -> None:
         for writer in self.writers.values():
             writer.sync()
         writers = {split: writer.state() for split, writer in self.writers.items()}

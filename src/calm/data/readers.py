@@ -1,4 +1,4 @@
-"""Files → blocks: raw documents in pieces of about a megabyte, for every form and compression we read."""
+"""Files → blocks: raw documents in blocks of about a megabyte, for all supported file formats and compressions."""
 
 import codecs
 import importlib
@@ -14,54 +14,57 @@ from typing import IO, Any, Literal, cast
 
 from calm.errors import DataError
 
-BLOCK_SIZE = 2**20  # bytes: small against memory, large against the cost of sending it to a worker
-LONGEST_VALUE = 2**28  # bytes: what is longer is not the form that the file's name says
-SMALLEST_DOCUMENT = 4  # bytes of plain text: the longest character
+BLOCK_SIZE = 2**20  # bytes: small enough for memory, large enough to amortize sending a block to a worker
+MAX_VALUE_SIZE = 2**28  # bytes: a longer value means that the file is not in the format of its suffix
+MIN_DOCUMENT_SIZE = 4  # bytes of plain text: the longest UTF-8 character
 COMPRESSIONS = (".gz", ".zst")
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some consecutive raw documents of one source."""
+    """Consecutive raw documents of one source."""
 
     source: str
-    form: Literal["text", "line", "value"]
-    values: list[Any]  # text and line: bytes; value: what JSON or a table held
-    first: int  # number of the first value, from 1
-    offset: int = 0  # where the first value begins in the unpacked file
-    bytes_read: int = 0  # how far the file on disk has been read, for the progress bar
+    format: Literal["text", "line", "value"]
+    values: list[Any]  # text and line: bytes; value: a parsed JSON value or table cell
+    first: int  # 1-based number of the first value
+    offset: int = 0  # offset of the first value in the decompressed file
+    bytes_read: int = 0  # position in the file on disk, for the progress bar
 
 
 class DamagedSource(DataError):
-    """A file that cannot be read to its end; what came before was good."""
+    """A file that cannot be read to the end. The blocks before the damage are valid."""
 
 
-class Unpacked:
-    """Pieces of an unpacked file, without a byte-order mark. Damage ends them, and is kept for whoever reads on."""
+class Decompressed:
+    """Iterates over the content of a file, decompressed and without a byte-order mark.
+
+    A damaged file ends the iteration early and sets `damage`.
+    """
 
     def __init__(self, path: Path):
         self.path = path
-        self.position = 0  # how far the file on disk was read
+        self.position = 0  # in the file on disk
         self.damage: DamagedSource | None = None
 
     def __iter__(self) -> Iterator[bytes]:
         total = 0
         with self.path.open("rb") as file:
             try:
-                for piece in _unpack(file, self.path.suffix):
+                for data in _decompress(file, self.path.suffix):
                     self.position = file.tell()
-                    yield piece.removeprefix(codecs.BOM_UTF8) if total == 0 else piece
-                    total += len(piece)
+                    yield data.removeprefix(codecs.BOM_UTF8) if total == 0 else data
+                    total += len(data)
             except (EOFError, OSError) as error:
                 if total == 0:
-                    raise DataError(f"{self.path} is not a {self.path.suffix} file, or is damaged ({error})") from error
+                    raise DataError(f"{self.path} is damaged or not a {self.path.suffix} file ({error})") from error
                 self.damage = DamagedSource(
-                    f"{self.path} ends too early or is damaged after {total:,} unpacked bytes ({error}); fetch it "
-                    "again, or keep what can be read with --on-bad-document skip"
+                    f"{self.path} is truncated or damaged after {total:,} decompressed bytes ({error}); download it "
+                    "again, or keep the readable part with --on-bad-document skip"
                 )
 
 
-def _unpack(file: IO[bytes], suffix: str) -> Iterator[bytes]:
+def _decompress(file: IO[bytes], suffix: str) -> Iterator[bytes]:
     if suffix == ".gz":
         return _members(file, lambda: zlib.decompressobj(31), zlib.error)
     if suffix == ".zst":
@@ -71,24 +74,24 @@ def _unpack(file: IO[bytes], suffix: str) -> Iterator[bytes]:
     return iter(lambda: file.read(BLOCK_SIZE), b"")
 
 
-def _members(file: IO[bytes], begin: Callable[[], Any], failure: type[Exception]) -> Iterator[bytes]:
-    """A packed file is a row of members; only one that is under way at the end of the file is an error."""
+def _members(file: IO[bytes], decompressor: Callable[[], Any], failure: type[Exception]) -> Iterator[bytes]:
+    """Decompress a file of concatenated members (gzip) or frames (zstd). The last one must be complete."""
     member = None
-    while packed := file.read(2**16):
-        while packed := packed.lstrip(b"\0") if member is None else packed:  # zeros may pad what stands between
-            member = member or begin()
+    while compressed := file.read(2**16):
+        while compressed := compressed.lstrip(b"\0") if member is None else compressed:  # zero padding between members
+            member = member or decompressor()
             try:
-                if piece := member.decompress(packed):
-                    yield piece
+                if data := member.decompress(compressed):
+                    yield data
             except failure as error:
                 raise EOFError(str(error)) from error
-            packed, member = member.unused_data, None if member.eof else member
+            compressed, member = member.unused_data, None if member.eof else member
     if member is not None:
-        raise EOFError("it stops in the middle")
+        raise EOFError("unexpected end of file")
 
 
 def optional(module: str) -> Any:
-    """A module of the `data` extra."""
+    """Import a module of the `data` extra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -98,124 +101,124 @@ def optional(module: str) -> Any:
 
 
 def line_blocks(path: Path, **_: Any) -> Iterator[Block]:
-    """JSON Lines: whole lines, parsed later by the workers."""
+    """JSON Lines: complete lines, which the workers parse."""
     number, offset, rest = 1, 0, b""
-    pieces = Unpacked(path)
-    for piece in pieces:
-        rest += piece
+    content = Decompressed(path)
+    for data in content:
+        rest += data
         end = rest.rfind(b"\n") if len(rest) >= BLOCK_SIZE else -1
         if end >= 0:
             lines = rest[:end].split(b"\n")
-            yield Block(str(path), "line", lines, number, offset, pieces.position)
+            yield Block(str(path), "line", lines, number, offset, content.position)
             number, offset, rest = number + len(lines), offset + end + 1, rest[end + 1 :]
-        elif len(rest) > LONGEST_VALUE:
-            raise DataError(f"{path}, line {number} is longer than {LONGEST_VALUE:,} bytes: no JSON Lines file")
-    if rest := _undamaged(rest, pieces):
-        yield Block(str(path), "line", rest.split(b"\n"), number, offset, pieces.position)
-    if pieces.damage:
-        raise pieces.damage
+        elif len(rest) > MAX_VALUE_SIZE:
+            raise DataError(f"{path}, line {number} is longer than {MAX_VALUE_SIZE:,} bytes: not a JSON Lines file")
+    if rest := _undamaged(rest, content):
+        yield Block(str(path), "line", rest.split(b"\n"), number, offset, content.position)
+    if content.damage:
+        raise content.damage
 
 
 def text_blocks(path: Path, document_size: int, **_: Any) -> Iterator[Block]:
-    """Plain text has no marks for documents: a long file is cut at a paragraph every `document_size` bytes."""
+    """Plain text: a long file is split into documents at the first paragraph break after `document_size` bytes."""
     documents: list[bytes] = []
-    number, offset, held, rest = 1, 0, 0, b""
-    pieces = Unpacked(path)
-    for piece in pieces:
-        rest += piece
+    number, offset, size, rest = 1, 0, 0, b""
+    content = Decompressed(path)
+    for data in content:
+        rest += data
         while len(rest) >= 2 * document_size:
             cut = _paragraph_end(rest, document_size)
             documents.append(rest[:cut])
-            rest, held = rest[cut:], held + cut
-            if held >= BLOCK_SIZE:
-                yield Block(str(path), "text", documents, number, offset, pieces.position)
-                number, offset, documents, held = number + len(documents), offset + held, [], 0
-    if rest := _undamaged(rest, pieces):
+            rest, size = rest[cut:], size + cut
+            if size >= BLOCK_SIZE:
+                yield Block(str(path), "text", documents, number, offset, content.position)
+                number, offset, documents, size = number + len(documents), offset + size, [], 0
+    if rest := _undamaged(rest, content):
         documents.append(rest)
     if documents:
-        yield Block(str(path), "text", documents, number, offset, pieces.position)
-    if pieces.damage:
-        raise pieces.damage
+        yield Block(str(path), "text", documents, number, offset, content.position)
+    if content.damage:
+        raise content.damage
 
 
-def _undamaged(rest: bytes, pieces: Unpacked) -> bytes:
-    """The end of a file; of a damaged one, its whole lines."""
-    return rest[: rest.rfind(b"\n") + 1] if pieces.damage else rest
+def _undamaged(rest: bytes, content: Decompressed) -> bytes:
+    """The last data of a file; if the file is damaged, only its complete lines."""
+    return rest[: rest.rfind(b"\n") + 1] if content.damage else rest
 
 
 def _paragraph_end(text: bytes, size: int) -> int:
-    """Where to cut: behind the first blank line after `size`, else a line end, else between two characters."""
+    """Where to split: after the first blank line past `size`, else after a line, else between two characters."""
     for mark in (b"\n\n", b"\r\n\r\n", b"\n"):
-        found = text.find(mark, size, 2 * size)
-        if found >= 0:
-            return found + len(mark)
+        position = text.find(mark, size, 2 * size)
+        if position >= 0:
+            return position + len(mark)
     return next((cut for cut in range(size, size - 4, -1) if text[cut] & 0xC0 != 0x80), size)
 
 
 def value_blocks(source: str, values: Iterable[Any], bytes_read: Callable[[], int] = lambda: 0) -> Iterator[Block]:
-    """Values that are documents already, gathered to blocks."""
-    held: list[Any] = []
+    """Group values, one document each, into blocks."""
+    batch: list[Any] = []
     number, size = 1, 0
     for value in values:
-        held.append(value)
+        batch.append(value)
         size += sum(len(text) for text in value.values() if isinstance(text, str)) if isinstance(value, dict) else 0
         size += len(value) if isinstance(value, str) else 8
         if size >= BLOCK_SIZE:
-            yield Block(source, "value", held, number, bytes_read=bytes_read())
-            number, held, size = number + len(held), [], 0
-    if held:
-        yield Block(source, "value", held, number, bytes_read=bytes_read())
+            yield Block(source, "value", batch, number, bytes_read=bytes_read())
+            number, batch, size = number + len(batch), [], 0
+    if batch:
+        yield Block(source, "value", batch, number, bytes_read=bytes_read())
 
 
 def json_blocks(path: Path, **_: Any) -> Iterator[Block]:
-    """`.json`: an array of documents, one document, or documents one after another."""
-    pieces, damage = Unpacked(path), None
+    """JSON: an array of documents, one document, or concatenated documents."""
+    content, damage = Decompressed(path), None
 
     def values() -> Iterator[Any]:
         nonlocal damage
         try:
-            yield from _json_values(_decoded(pieces))
-            damage = pieces.damage
-        except ValueError as error:  # what stands behind it cannot be told apart any more
-            rest = "; the rest of the file can be left out with --on-bad-document skip"
-            damage = pieces.damage or DamagedSource(f"{path}: {error}{rest}")
+            yield from _json_values(_decoded(content))
+            damage = content.damage
+        except ValueError as error:  # later documents cannot be located
+            remedy = "; skip the rest of the file with --on-bad-document skip"
+            damage = content.damage or DamagedSource(f"{path}: {error}{remedy}")
 
-    yield from value_blocks(str(path), values(), lambda: pieces.position)
+    yield from value_blocks(str(path), values(), lambda: content.position)
     if damage:
         raise damage
 
 
-def _decoded(pieces: Iterable[bytes]) -> Iterator[str]:
+def _decoded(content: Iterable[bytes]) -> Iterator[str]:
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
-    for piece in chain(pieces, [b""]):
-        held = len(decoder.getstate()[0])  # the beginning of a character whose end is in this piece
+    for data in chain(content, [b""]):
+        buffered = len(decoder.getstate()[0])  # bytes of a character that continues in this data
         try:
-            yield decoder.decode(piece, final=not piece)
+            yield decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
-            raise ValueError(f"not valid UTF-8 at byte {offset - held + error.start}") from None
-        offset += len(piece)
+            raise ValueError(f"not valid UTF-8 at byte {offset - buffered + error.start}") from None
+        offset += len(data)
 
 
-def _json_values(pieces: Iterator[str]) -> Iterator[Any]:
-    """The documents in a stream of JSON, one at a time."""
-    decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
+def _json_values(content: Iterator[str]) -> Iterator[Any]:
+    """Parse a stream of JSON incrementally, one document at a time."""
+    decoder, separators = json.JSONDecoder(), re.compile(r"[\s,]*")
     text, at, number, in_array, more = "", 0, 1, False, True
 
     def read(at_least: int) -> None:
         nonlocal text, at, more
         text, at = text[at:], 0
         while more and len(text) < at_least:
-            piece = next(pieces, None)
-            more, text = piece is not None, text + (piece or "")
+            data = next(content, None)
+            more, text = data is not None, text + (data or "")
 
     while True:
-        at = cast(re.Match, between.match(text, at)).end()
-        left = len(text) - at
-        if left == 0 and more:
+        at = cast(re.Match, separators.match(text, at)).end()
+        remaining = len(text) - at
+        if remaining == 0 and more:
             read(1)
-        elif left == 0:
+        elif remaining == 0:
             if in_array:
-                raise ValueError("the array has no end")
+                raise ValueError("the array is not closed")
             return
         elif text[at] == "[" and number == 1 and not in_array:
             in_array, at = True, at + 1
@@ -225,28 +228,28 @@ def _json_values(pieces: Iterator[str]) -> Iterator[Any]:
             try:
                 value, end = decoder.raw_decode(text, at)
             except (json.JSONDecodeError, RecursionError) as error:
-                if not more or left > LONGEST_VALUE:
-                    raise ValueError(f"document {number}: not JSON ({error})") from error
-                read(2 * left)  # doubling: a huge document is not parsed over and over
+                if not more or remaining > MAX_VALUE_SIZE:
+                    raise ValueError(f"document {number}: invalid JSON ({error})") from error
+                read(2 * remaining)  # doubling bounds how often a large document is parsed again
                 continue
-            if end == len(text) and more:  # a number could go on in the next piece
-                read(left + 1)
+            if end == len(text) and more:  # a number may continue in the next read
+                read(remaining + 1)
                 continue
             yield value
             at, number = end, number + 1
 
 
 def parquet_blocks(path: Path, text_field: str, **_: Any) -> Iterator[Block]:
-    """One column of a table; a packed table is unpacked to a temporary file, since its index is at the end."""
+    """Parquet: one column of a table. A compressed file is first decompressed to a temporary file, to be seekable."""
     parquet, arrow = optional("pyarrow.parquet"), optional("pyarrow")
-    with tempfile.TemporaryFile() as plain:
+    with tempfile.TemporaryFile() as decompressed:
         if path.suffix in COMPRESSIONS:
-            pieces = Unpacked(path)
-            plain.writelines(pieces)
-            if pieces.damage:
-                raise pieces.damage
+            content = Decompressed(path)
+            decompressed.writelines(content)
+            if content.damage:
+                raise content.damage
         try:
-            table = parquet.ParquetFile(plain if path.suffix in COMPRESSIONS else path)
+            table = parquet.ParquetFile(decompressed if path.suffix in COMPRESSIONS else path)
             check_column(text_field, table.schema_arrow.names, str(path))
             size, rows, done = path.stat().st_size, table.metadata.num_rows, 0
 
@@ -258,15 +261,15 @@ def parquet_blocks(path: Path, text_field: str, **_: Any) -> Iterator[Block]:
 
             yield from value_blocks(str(path), values(), lambda: size * done // rows)
         except (arrow.ArrowException, OSError) as error:
-            raise DataError(f"{path} is not a parquet file, or is damaged ({error})") from error
+            raise DataError(f"{path} is damaged or not a Parquet file ({error})") from error
 
 
 def hub_blocks(name: str, text_field: str) -> Iterator[Block]:
-    """`hf:NAME[:config][:split]`, streamed through `datasets`."""
+    """`hf:NAME[:config][:split]`: a Hugging Face dataset, streamed with `datasets`."""
     datasets = optional("datasets")
     path, config, split, *surplus = [*name.removeprefix("hf:").split(":"), "", ""]
     if any(surplus):
-        raise DataError(f"{name!r} has too many parts; it should read hf:NAME[:config][:split]")
+        raise DataError(f"{name!r} has too many parts; the format is hf:NAME[:config][:split]")
 
     def values() -> Iterator[Any]:
         try:
@@ -277,7 +280,7 @@ def hub_blocks(name: str, text_field: str) -> Iterator[Block]:
                 yield row[text_field]
         except DataError:
             raise
-        except Exception as error:  # datasets raises errors of many kinds; each means that this name cannot be read
+        except Exception as error:  # datasets raises many kinds of errors when it cannot read a dataset
             raise DataError(f"cannot read {name}: {(str(error) or repr(error)).splitlines()[0]}") from error
 
     yield from value_blocks(name, values())
@@ -286,4 +289,4 @@ def hub_blocks(name: str, text_field: str) -> Iterator[Block]:
 def check_column(column: str, columns: list[str], source: str) -> None:
     if column not in columns:
         names = ", ".join(map(repr, columns))
-        raise DataError(f"{source} has no column {column!r} (columns: {names}); --text-field names another one")
+        raise DataError(f"{source} has no column {column!r} (columns: {names}); choose another with --text-field")

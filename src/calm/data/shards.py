@@ -1,9 +1,9 @@
-"""Tokens on disk: memory-mapped shards and the manifest that says what they hold.
+"""Tokens on disk: memory-mapped shards and their manifest.
 
-DIR/manifest.json              counts, checksums, sources, options; written last, so its presence means "whole"
-DIR/tokenizer/                 the tokenizer that made the ids
-DIR/train-00000.tokens         ids, uint16 or uint32, documents one after another
-DIR/train-00000.lengths        the number of ids of each document, uint32
+DIR/manifest.json              counts, checksums, sources, options; written last: its presence marks complete data
+DIR/tokenizer/                 the tokenizer of the shards
+DIR/train-00000.tokens         token ids of all documents, concatenated, uint16 or uint32
+DIR/train-00000.lengths        number of tokens of each document, uint32
 """
 
 import hashlib
@@ -27,7 +27,7 @@ VERSION = 1
 
 @dataclass
 class Shard:
-    """One pair of files; a document never crosses from one shard to the next."""
+    """One pair of files. A document never spans two shards."""
 
     name: str
     documents: int = 0
@@ -40,7 +40,7 @@ class Shard:
 
 
 class ShardWriter:
-    """Appends documents of one split to shards. `state` and `restore` carry it over a crash."""
+    """Appends documents of one split to shards. `state` and `restore` make it resumable after a crash."""
 
     def __init__(self, directory: Path, split: str, dtype: str, shard_tokens: int):
         self.directory, self.split, self.dtype, self.shard_tokens = (
@@ -53,7 +53,7 @@ class ShardWriter:
         self.open: Shard | None = None
 
     def append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Add documents: their ids in one array, and the length of each."""
+        """Append documents: their concatenated token ids, and the number of tokens of each."""
         ends = np.cumsum(lengths, dtype=np.int64)
         document = position = 0
         while document < len(lengths):
@@ -61,7 +61,7 @@ class ShardWriter:
                 self._start(Shard(f"{self.split}-{len(self.done):05d}"))
             assert self.open
             room = self.shard_tokens - self.open.tokens
-            # The document that crosses the limit still belongs to this shard.
+            # The document that exceeds the limit still goes into this shard.
             last = min(int(np.searchsorted(ends, position + room)) + 1, len(lengths))
             end = int(ends[last - 1])
             self._write(tokens[position:end], lengths[document:last])
@@ -70,34 +70,34 @@ class ShardWriter:
                 self._finish()
 
     def _start(self, shard: Shard) -> None:
-        """Open a shard for appending, behind what `shard` says it holds already."""
+        """Open a shard for appending after the tokens and documents that `shard` counts; truncate the rest."""
         self.open = shard
         sizes = shard.tokens * self.dtype.itemsize, shard.documents * 4
         self._files, self._hashes = [], []
         for path, size in zip(shard.files(self.directory), sizes, strict=True):
             file = path.open("r+b" if size else "wb")
-            kept = hashlib.sha256()
+            checksum = hashlib.sha256()
             for _ in range(0, size, 2**20):
-                kept.update(file.read(min(2**20, size - file.tell())))
+                checksum.update(file.read(min(2**20, size - file.tell())))
             if file.tell() != size:
-                raise DataError(f"{path} is shorter than the preparation left it; begin anew with --overwrite")
+                raise DataError(f"{path} is shorter than recorded in the progress file; start over with --overwrite")
             file.truncate(size)
             self._files.append(file)
-            self._hashes.append(kept)
+            self._hashes.append(checksum)
 
     def _write(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         assert self.open
-        for file, kept, values in zip(self._files, self._hashes, (tokens, lengths.astype(np.uint32)), strict=True):
+        for file, checksum, values in zip(self._files, self._hashes, (tokens, lengths.astype(np.uint32)), strict=True):
             data = values.tobytes()
             file.write(data)
-            kept.update(data)
+            checksum.update(data)
         self.open.tokens += len(tokens)
         self.open.documents += len(lengths)
 
     def _finish(self) -> None:
         assert self.open
         self.sync()
-        self.open.tokens_sha256, self.open.lengths_sha256 = (kept.hexdigest() for kept in self._hashes)
+        self.open.tokens_sha256, self.open.lengths_sha256 = (checksum.hexdigest() for checksum in self._hashes)
         for file in self._files:
             file.close()
         self.done.append(self.open)
@@ -110,25 +110,25 @@ class ShardWriter:
                 os.fsync(file.fileno())
 
     def state(self) -> dict[str, Any]:
-        """What is on disk for certain, after `sync`."""
+        """The shards on disk. Call `sync` first."""
         return {
             "done": [asdict(shard) for shard in self.done],
             "open": asdict(self.open) if self.open else None,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to an earlier `state`: what was written since is cut off."""
+        """Return to an earlier `state`; later data is truncated."""
         self.done = [Shard(**shard) for shard in state["done"]]
         if state["open"]:
             self._start(Shard(**state["open"]))
 
     def rewind(self, state: dict[str, Any]) -> None:
-        """After a failed write: cut the files back to an earlier `state`, and remove those it does not know."""
+        """After a failed write: truncate files to an earlier `state` and delete newer ones."""
         kept = {shard["name"]: shard for shard in [*state["done"], state["open"]] if shard}
         for shard in [*self.done, *([self.open] if self.open else [])]:
             if shard is self.open:
                 for file in self._files:
-                    with suppress(OSError):  # what is still in the buffer has no place on the disk
+                    with suppress(OSError):  # the buffered data may not fit on the disk
                         file.close()
             for path, count, size in zip(
                 shard.files(self.directory), ("tokens", "documents"), (self.dtype.itemsize, 4), strict=True
@@ -147,7 +147,7 @@ class ShardWriter:
 
 @dataclass(frozen=True)
 class TokenStream:
-    """The ids of one split as one long array, read from disk where they are touched."""
+    """The token ids of one split as one long array, memory-mapped from disk."""
 
     parts: list[np.ndarray]
     lengths: list[np.ndarray] = field(repr=False)
@@ -161,14 +161,14 @@ class TokenStream:
 
     def __getitem__(self, where: slice) -> np.ndarray:
         start, stop, _ = where.indices(len(self))
-        pieces = []
+        slices = []
         part = int(np.searchsorted(self._starts, start, side="right")) - 1
         while start < stop:
             offset = int(self._starts[part])
-            pieces.append(self.parts[part][start - offset : stop - offset])
-            start += len(pieces[-1])
+            slices.append(self.parts[part][start - offset : stop - offset])
+            start += len(slices[-1])
             part += 1
-        return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint16), *pieces])
+        return slices[0] if len(slices) == 1 else np.concatenate([np.empty(0, np.uint16), *slices])
 
     @cached_property
     def document_lengths(self) -> np.ndarray:
@@ -184,16 +184,16 @@ class TokenStream:
 
 
 class PreparedData:
-    """A directory that `calm prepare` has made."""
+    """A directory created by `calm prepare`."""
 
     def __init__(self, directory: Path | str, verify: bool = True):
-        """Open a prepared directory; `verify` reads every shard once and compares checksums."""
+        """Open a prepared directory. With `verify`, read every shard once and compare checksums."""
         self.directory = Path(directory)
         self.manifest = read_manifest(self.directory)
         if self.tokenizer.sha256 != self.manifest["tokenizer_sha256"]:
             raise DataError(
-                f"the tokenizer in {self.directory / 'tokenizer'} is not the one that made the shards; put the old "
-                "one back, or prepare the data again"
+                f"the tokenizer in {self.directory / 'tokenizer'} does not match the shards; restore the original "
+                "tokenizer, or prepare the data again with --overwrite"
             )
         for split in self.manifest["splits"]:
             for shard in self._shards(split):
@@ -205,7 +205,7 @@ class PreparedData:
 
     def split(self, name: str) -> TokenStream:
         if name not in self.manifest["splits"]:
-            raise DataError(f"{self.directory} has no split {name!r}; it has {', '.join(self.manifest['splits'])}")
+            raise DataError(f"{self.directory} has no split {name!r}; choose from {', '.join(self.manifest['splits'])}")
         shards = [shard.files(self.directory) for shard in self._shards(name)]
         return TokenStream(
             [np.memmap(tokens, dtype=self.manifest["dtype"], mode="r") for tokens, _ in shards],
@@ -222,10 +222,13 @@ class PreparedData:
             if not path.exists():
                 raise DataError(f"{path} is missing; prepare the data again with --overwrite")
             if path.stat().st_size != size:
-                raise DataError(f"{path} has {path.stat().st_size:,} bytes where the manifest says {size:,}")
-            if verify and (found := sha256_of(path)) != checksum:
                 raise DataError(
-                    f"{path} has changed since it was prepared: its SHA-256 is {found}, the manifest says {checksum}; "
+                    f"{path} has {path.stat().st_size:,} bytes, but the manifest says {size:,}; "
+                    "restore it, or prepare the data again with --overwrite"
+                )
+            if verify and (actual := sha256_of(path)) != checksum:
+                raise DataError(
+                    f"{path} has changed since it was prepared: its SHA-256 is {actual}, the manifest says {checksum}; "
                     "restore it, or prepare the data again with --overwrite"
                 )
 
@@ -233,13 +236,15 @@ class PreparedData:
 def read_manifest(directory: Path) -> dict[str, Any]:
     path = directory / MANIFEST
     if not path.exists():
-        hint = "no such directory" if not directory.exists() else f"no {MANIFEST} in it"
-        raise DataError(f"{directory} is not a prepared data set ({hint}); make one with calm prepare")
+        reason = "no such directory" if not directory.exists() else f"no {MANIFEST} in it"
+        raise DataError(f"{directory} is not a prepared dataset ({reason}); create one with calm prepare")
     try:
         manifest = json.loads(path.read_bytes())
         version = manifest["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is damaged ({error}); prepare the data again with --overwrite") from error
     if version != VERSION:
-        raise DataError(f"{path} has version {version}, this calm reads version {VERSION}; prepare the data again")
+        raise DataError(
+            f"{path} has version {version}, but this version of calm reads {VERSION}; prepare the data again"
+        )
     return manifest

@@ -1,10 +1,10 @@
-"""Documents → token ids, and back, exactly.
+"""Documents → token ids, and back without loss.
 
-One backend, Hugging Face's `tokenizers`, whatever the origin: a byte-level BPE trained here, a tokenizer directory or
-hub name, or a tiktoken file (Llama 3). Three ids have a role in CALM and never stand for text:
-  end   closes every document,
-  fill  stands in the front of a first chunk that the text does not fill,
-  mask  replaces tokens in the autoencoder's token dropout (§2.2).
+All tokenizers use the Hugging Face `tokenizers` backend: a byte-level BPE trained here, a tokenizer directory or Hub
+name, or a tiktoken file (Llama 3). CALM uses three special tokens, which never encode text:
+  eos   ends every document,
+  pad   fills the start of a first chunk that is only partly covered by text,
+  mask  replaces tokens in the token dropout of the autoencoder (§2.2).
 """
 
 import base64
@@ -25,11 +25,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from calm.errors import DataError
 from calm.files import write_atomic, write_json
 
-MASK, END, FILL = "<|mask|>", "<|end|>", "<|fill|>"
-SMALLEST_BPE = 256 + 3  # every byte, and the three roles
-LONGEST_PIECE = 2**20  # characters given to the backend at once: its memory grows with the text
+EOS_TOKEN, PAD_TOKEN, MASK_TOKEN = "<|end|>", "<|fill|>", "<|mask|>"
+MIN_BPE_SIZE = 256 + 3  # all bytes and the three special tokens
+MAX_SEGMENT_LENGTH = 2**20  # characters per call of the backend, which bounds its memory
 
-# Llama 3: 128,000 ranks, then these at 128,000 to 128,255, then one pad token.
+# Llama 3: 128,000 ranks, then these tokens at 128,000 to 128,255, then one pad token.
 LLAMA3_RANKS = 128_000
 LLAMA3_SPECIAL = [
     "<|begin_of_text|>",
@@ -45,27 +45,32 @@ LLAMA3_SPECIAL = [
     "<|python_tag|>",
     *(f"<|reserved_special_token_{i}|>" for i in range(2, 247)),
 ]
-LLAMA3_ROLES = {"end": "<|end_of_text|>", "mask": "<|reserved_special_token_0|>", "fill": "<|pad|>"}
+LLAMA3_ROLES = {
+    "eos_token": "<|end_of_text|>",
+    "pad_token": "<|pad|>",
+    "mask_token": "<|reserved_special_token_0|>",
+}
+DEFAULT_ROLES = {"eos_token": EOS_TOKEN, "pad_token": PAD_TOKEN, "mask_token": MASK_TOKEN}
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A `tokenizers` tokenizer with the three roles of CALM."""
+    """A `tokenizers` tokenizer with the three special tokens of CALM."""
 
     backend: tokenizers.Tokenizer
     eos_token_id: int
     pad_token_id: int
     mask_token_id: int
-    content: str  # the JSON it was made from, kept so that every copy has the same bytes
+    content: str  # of tokenizer.json; kept so that saved copies are byte-identical
 
     @classmethod
-    def from_json(cls, content: str, end: str, fill: str, mask: str) -> "Tokenizer":
+    def from_json(cls, content: str, eos_token: str, pad_token: str, mask_token: str) -> "Tokenizer":
         backend = tokenizers.Tokenizer.from_str(content)
         backend.no_truncation()
         backend.no_padding()
-        backend.encode_special_tokens = True  # a document that contains "<|end|>" contains these characters
+        backend.encode_special_tokens = True  # "<|end|>" in a document is encoded as plain text
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        return cls(backend, vocabulary[end], vocabulary[fill], vocabulary[mask], content)
+        return cls(backend, vocabulary[eos_token], vocabulary[pad_token], vocabulary[mask_token], content)
 
     @property
     def vocab_size(self) -> int:
@@ -73,7 +78,7 @@ class Tokenizer:
 
     @property
     def dtype(self) -> str:
-        """What an id is stored as."""
+        """Smallest integer type that holds every token id."""
         return "uint16" if self.vocab_size <= 2**16 else "uint32"
 
     @property
@@ -85,51 +90,48 @@ class Tokenizer:
         return self.encode_documents([text])[0]
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text, without an end id."""
-        pieces = [(number, piece) for number, text in enumerate(texts) for piece in _pieces(text)]
+        """Token ids of each text, without an end-of-text token."""
+        segments = [(number, segment) for number, text in enumerate(texts) for segment in _segments(text)]
         ids: list[list[int]] = [[] for _ in texts]
-        encodings = self.backend.encode_batch_fast([piece for _, piece in pieces], add_special_tokens=False)
-        for (number, _), encoding in zip(pieces, encodings, strict=True):
+        encodings = self.backend.encode_batch_fast([segment for _, segment in segments], add_special_tokens=False)
+        for (number, _), encoding in zip(segments, encodings, strict=True):
             ids[number] += encoding.ids
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids; the three roles are left out."""
-        roles = {self.eos_token_id, self.pad_token_id, self.mask_token_id}
-        return self.backend.decode([int(i) for i in ids if i not in roles], skip_special_tokens=False)
+        """Decode token ids to text. The three special tokens are skipped."""
+        special = {self.eos_token_id, self.pad_token_id, self.mask_token_id}
+        return self.backend.decode([int(i) for i in ids if i not in special], skip_special_tokens=False)
 
     def save(self, directory: Path) -> None:
-        """Write a directory that this class and `transformers.AutoTokenizer` load."""
+        """Save to a directory that `load_tokenizer` and `transformers.AutoTokenizer` can load."""
         directory.mkdir(parents=True, exist_ok=True)
-        end, fill, mask = (
-            self.backend.id_to_token(i) for i in (self.eos_token_id, self.pad_token_id, self.mask_token_id)
-        )
         write_atomic(directory / "tokenizer.json", self.content.encode())
         write_json(
             directory / "tokenizer_config.json",
             {
                 "tokenizer_class": "PreTrainedTokenizerFast",
-                "eos_token": end,
-                "pad_token": fill,
-                "mask_token": mask,
+                "eos_token": self.backend.id_to_token(self.eos_token_id),
+                "pad_token": self.backend.id_to_token(self.pad_token_id),
+                "mask_token": self.backend.id_to_token(self.mask_token_id),
                 "clean_up_tokenization_spaces": False,
             },
         )
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """A long text in pieces, cut before a single space: there our pre-tokenizers begin a new word anyway."""
-    while len(text) > LONGEST_PIECE:
-        spaces = list(re.finditer(r"(?<=\S) (?=\S)", text[LONGEST_PIECE - 1000 : LONGEST_PIECE + 1]))
-        cut = LONGEST_PIECE - 1000 + spaces[-1].start() if spaces else LONGEST_PIECE
+def _segments(text: str) -> Iterator[str]:
+    """Split a long text before single spaces, where the pre-tokenizers split as well."""
+    while len(text) > MAX_SEGMENT_LENGTH:
+        spaces = list(re.finditer(r"(?<=\S) (?=\S)", text[MAX_SEGMENT_LENGTH - 1000 : MAX_SEGMENT_LENGTH + 1]))
+        cut = MAX_SEGMENT_LENGTH - 1000 + spaces[-1].start() if spaces else MAX_SEGMENT_LENGTH
         yield text[:cut]
         text = text[cut:]
     yield text
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep the backend to the calling thread: the workers of a preparation are processes."""
+def single_threaded() -> Iterator[None]:
+    """Disable the thread pool of the backend: preparation is already parallel over processes."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -142,10 +144,10 @@ def one_thread() -> Iterator[None]:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE: every Unicode text has ids, and comes back from them unchanged."""
-    if vocab_size < SMALLEST_BPE:
+    """Train a byte-level BPE, which encodes any Unicode text without loss."""
+    if vocab_size < MIN_BPE_SIZE:
         raise DataError(
-            f"a byte-level BPE needs at least {SMALLEST_BPE} entries (256 bytes and 3 special ones), not {vocab_size}"
+            f"a byte-level BPE needs at least {MIN_BPE_SIZE} entries (256 bytes and 3 special tokens), not {vocab_size}"
         )
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -153,18 +155,18 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
-        special_tokens=[MASK, END, FILL],
+        special_tokens=[MASK_TOKEN, EOS_TOKEN, PAD_TOKEN],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return Tokenizer.from_json(backend.to_str(), END, FILL, MASK)
+    return Tokenizer.from_json(backend.to_str(), **DEFAULT_ROLES)
 
 
 def load_tokenizer(name: str, ids: dict[str, int] | None = None) -> Tokenizer:
-    """A tokenizer directory (ours or Hugging Face's), a tiktoken file, or a hub name.
+    """Load a tokenizer from a directory, a tiktoken file, or the Hugging Face Hub.
 
-    `ids` says which ids are `eos_token` and `pad_token` where a directory's own files do not.
+    `ids` maps `eos_token` and `pad_token` to token ids, for directories whose files do not define them.
     """
     path = Path(name)
     if path.is_file():
@@ -178,7 +180,9 @@ def load_tokenizer(name: str, ids: dict[str, int] | None = None) -> Tokenizer:
             known = {role: backend.id_to_token(number) for role, number in (ids or {}).items()}
             return _with_roles(backend, content, known | {role: token for role, token in config.items() if token})
         except Exception as error:  # the backend raises bare Exceptions for a broken file
-            raise DataError(f"the tokenizer in {path} cannot be read: {error}") from error
+            raise DataError(
+                f"the tokenizer in {path} cannot be read ({error}); check its tokenizer.json and tokenizer_config.json"
+            ) from error
     return _load_hub(name)
 
 
@@ -190,24 +194,20 @@ def _load_hub(name: str) -> Tokenizer:
         backend = loaded.backend_tokenizer
     except Exception as error:
         raise DataError(
-            f"no tokenizer {name!r}: not a directory with tokenizer.json, not a tiktoken file, and as a hub name: "
+            f"no tokenizer {name!r}: not a directory with tokenizer.json, not a tiktoken file, and not on the Hub: "
             f"{(str(error) or repr(error)).splitlines()[0]}"
         ) from error
-    roles = {role: getattr(loaded, role) for role in ("eos_token", "pad_token", "mask_token")}
+    roles = {role: getattr(loaded, role) for role in DEFAULT_ROLES}
     return _with_roles(backend, backend.to_str(), roles)
 
 
 def _with_roles(backend: tokenizers.Tokenizer, content: str, config: dict[str, Any]) -> Tokenizer:
-    """Take end, fill and mask from the tokenizer's own special tokens, and add those it has not."""
+    """Use the tokenizer's own eos, pad and mask tokens, and add the missing ones."""
     roles: dict[str, str] = {}
-    for role, key, ours in (
-        ("end", "eos_token", END),
-        ("fill", "pad_token", FILL),
-        ("mask", "mask_token", MASK),
-    ):
-        token = config.get(key) or (LLAMA3_ROLES["mask"] if _is_free(backend, role) else ours)
+    for role, default in DEFAULT_ROLES.items():
+        token = config.get(role) or (LLAMA3_ROLES[role] if _has_reserved_token(backend, role) else default)
         token = token["content"] if isinstance(token, dict) else str(token)
-        roles[role] = ours if token in roles.values() else token  # an end token that doubles as padding is no fill
+        roles[role] = default if token in roles.values() else token  # eos must not double as padding
     missing = [token for token in roles.values() if backend.token_to_id(token) is None]
     if missing:
         backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in missing])
@@ -215,13 +215,13 @@ def _with_roles(backend: tokenizers.Tokenizer, content: str, config: dict[str, A
     return Tokenizer.from_json(content, **roles)
 
 
-def _is_free(backend: tokenizers.Tokenizer, role: str) -> bool:
-    """Whether a tokenizer of Llama 3's family lends its reserved token for the mask, as its tiktoken file does."""
-    return role == "mask" and backend.token_to_id(LLAMA3_ROLES["mask"]) is not None
+def _has_reserved_token(backend: tokenizers.Tokenizer, role: str) -> bool:
+    """Whether this is a Llama 3 tokenizer, whose reserved token serves as the mask, as for a tiktoken file."""
+    return role == "mask_token" and backend.token_to_id(LLAMA3_ROLES[role]) is not None
 
 
 def _load_tiktoken(path: Path) -> Tokenizer:
-    """A file of `base64 rank` lines. With 128,000 ranks it is Llama 3's and gets its special tokens."""
+    """Load a file of `base64 rank` lines. A file with 128,000 ranks is Llama 3's and gets its special tokens."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     ranks = _tiktoken_ranks(path)
@@ -229,13 +229,12 @@ def _load_tiktoken(path: Path) -> Tokenizer:
     class Converter(TikTokenConverter):
         @staticmethod
         def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
-            return ranks  # tiktoken's own reader caches by file name, and so gives an old file for a new one
+            return ranks  # tiktoken's own reader caches by file name, and would miss a changed file
 
     llama3 = len(ranks) == LLAMA3_RANKS
-    special = [*LLAMA3_SPECIAL, LLAMA3_ROLES["fill"]] if llama3 else [END, MASK, FILL]
+    special = [*LLAMA3_SPECIAL, LLAMA3_ROLES["pad_token"]] if llama3 else [EOS_TOKEN, MASK_TOKEN, PAD_TOKEN]
     backend = Converter(vocab_file=str(path), extra_special_tokens=special).converted()
-    roles = LLAMA3_ROLES if llama3 else {"end": END, "mask": MASK, "fill": FILL}
-    return Tokenizer.from_json(backend.to_str(), **roles)
+    return Tokenizer.from_json(backend.to_str(), **(LLAMA3_ROLES if llama3 else DEFAULT_ROLES))
 
 
 def _tiktoken_ranks(path: Path) -> dict[bytes, int]:
@@ -247,15 +246,15 @@ def _tiktoken_ranks(path: Path) -> dict[bytes, int]:
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
             except (ValueError, binascii.Error):
                 raise DataError(
-                    f"{path}, line {number}: not a tiktoken file, whose lines hold a base64 token and its rank; "
-                    "for a Hugging Face tokenizer name its directory"
+                    f"{path}, line {number}: not a tiktoken file, whose lines contain a base64 token and its rank; "
+                    "for a Hugging Face tokenizer, pass its directory"
                 ) from None
     if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([b]) in ranks for b in range(256)):
-        raise DataError(f"{path}: ranks should run from 0 without a gap and contain every single byte")
+        raise DataError(f"{path} is not a valid tiktoken file: the ranks must be 0 to N-1 and include all 256 bytes")
     return ranks
 
 
 def round_trips(tokenizer: Tokenizer) -> bool:
-    """Whether text survives encoding: false for tokenizers that lower-case, strip or normalise."""
+    """Whether decoding restores the exact text: False for tokenizers that lowercase, strip or normalize."""
     probe = "  Ünïcode, TABS\tand\r\n\nlines; 漢字 🙂 ﬁ e\u0301 \u200d <|end|> don't  "
     return tokenizer.decode(tokenizer.encode(probe)) == probe

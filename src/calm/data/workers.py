@@ -1,4 +1,4 @@
-"""What the worker processes of a preparation do: blocks → documents → tokens. They never import torch."""
+"""Worker processes of a preparation: blocks → documents → tokens. They never import torch."""
 
 import os
 import signal
@@ -15,39 +15,39 @@ import numpy as np
 
 from calm.data.chunks import close_document
 from calm.data.corpus import BadDocument, documents, split_of
-from calm.data.readers import SMALLEST_DOCUMENT, Block
-from calm.data.tokenizer import Tokenizer, load_tokenizer, one_thread
+from calm.data.readers import MIN_DOCUMENT_SIZE, Block
+from calm.data.tokenizer import Tokenizer, load_tokenizer, single_threaded
 from calm.errors import DataError
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What decides the bytes of a prepared directory, beside the sources and the code."""
+    """Options that determine the content of a prepared directory, together with the sources."""
 
-    tokenizer: str  # bpe:SIZE, a tokenizer directory or hub name, or a tiktoken file
+    tokenizer: str  # bpe:SIZE, a tokenizer directory or Hub name, or a tiktoken file
     text_field: str = "text"
     validation_share: float = 0.01
     test_share: float = 0.0
-    document_size: int = 32_768  # bytes at which plain text is cut into documents
+    document_size: int = 32_768  # bytes after which plain text is split into documents
     shard_tokens: int = 2**26
 
     def __post_init__(self) -> None:
         if not (self.validation_share >= 0 and self.test_share >= 0 and self.validation_share + self.test_share < 1):
             raise DataError(
-                "validation and test shares must not be negative and must leave something to train on, but they are "
+                "the validation and test shares must not be negative and must sum to less than 1, but they are "
                 f"{self.validation_share} and {self.test_share}"
             )
-        for name, least in (("document_size", SMALLEST_DOCUMENT), ("shard_tokens", 1)):
-            if getattr(self, name) < least:
-                raise DataError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        for name, minimum in (("document_size", MIN_DOCUMENT_SIZE), ("shard_tokens", 1)):
+            if getattr(self, name) < minimum:
+                raise DataError(f"{name} must be at least {minimum}, not {getattr(self, name)}")
 
 
 @dataclass
 class Encoded:
-    """A block, tokenized: ids and document lengths of each split."""
+    """A tokenized block."""
 
-    splits: dict[str, tuple[np.ndarray, np.ndarray, int]]
-    bad: list[str]
+    splits: dict[str, tuple[np.ndarray, np.ndarray, int]]  # token ids, document lengths, bytes of text
+    bad: list[str]  # why documents could not be decoded
 
 
 _worker: tuple[Tokenizer, PrepareOptions]
@@ -59,7 +59,7 @@ def _start_worker(directory: str, options: PrepareOptions) -> None:
 
 
 def _start_process(directory: str, options: PrepareOptions) -> None:
-    """A worker leaves Ctrl-C to its parent, and ends when the parent does, even when that was killed."""
+    """Initialize a worker process: it ignores Ctrl-C, which the parent handles, and exits with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent
@@ -69,7 +69,7 @@ def _start_process(directory: str, options: PrepareOptions) -> None:
 
 
 def encode(block: Block | BadDocument) -> Encoded:
-    """What a worker does with a block."""
+    """Parse and tokenize a block."""
     tokenizer, options = _worker
     if isinstance(block, BadDocument):
         return Encoded({}, [block.reason])
@@ -90,10 +90,10 @@ def encode(block: Block | BadDocument) -> Encoded:
 
 
 def map_in_order(function, items, workers: int, arguments: tuple) -> Iterator[tuple[Any, Encoded]]:
-    """Map over blocks with processes, a bounded number under way, results in order."""
+    """Map `function` over blocks in worker processes, in order and with a bounded queue."""
     if workers == 1:
         _start_worker(*arguments)
-        with one_thread():
+        with single_threaded():
             for item in items:
                 yield item, function(item[2])
         return
@@ -110,7 +110,7 @@ def map_in_order(function, items, workers: int, arguments: tuple) -> Iterator[tu
             yield done, future.result()
     except BrokenProcessPool as error:
         raise DataError(
-            "a worker was ended from outside, perhaps for want of memory; run again with --resume and fewer --workers"
+            "a worker process was killed, perhaps because memory ran out; run again with --resume and fewer --workers"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

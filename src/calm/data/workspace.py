@@ -1,4 +1,4 @@
-"""The directory of a preparation: begun, continued or cleared, never mixed up with others."""
+"""The output directory of a preparation: start, resume or clear it, and protect other files."""
 
 import json
 from contextlib import suppress
@@ -13,40 +13,42 @@ from calm.files import TEMPORARY, write_json
 PROGRESS = "progress.json"
 
 
-def finished(output: Path, job: dict[str, Any], resume: bool, overwrite: bool) -> dict[str, Any] | None:
-    """The manifest, if this very job is done already; an error, if the directory holds anything else."""
-    found = sorted(path.name for path in output.iterdir() if not path.name.endswith(TEMPORARY))
-    if not found or (overwrite and is_ours(output)):
+def completed_manifest(output: Path, job: dict[str, Any], resume: bool, overwrite: bool) -> dict[str, Any] | None:
+    """Return the manifest if this job is already complete. Raises DataError if the directory contains anything else."""
+    files = sorted(path.name for path in output.iterdir() if not path.name.endswith(TEMPORARY))
+    if not files or (overwrite and _is_preparation(output)):
         return None
-    if not is_ours(output):
-        raise DataError(f"{output} holds files that calm prepare did not make ({', '.join(found[:3])}); name another")
-    if not resume:
-        state = "a finished" if MANIFEST in found else "an unfinished"
+    if not _is_preparation(output):
         raise DataError(
-            f"{output} holds {state} preparation; continue it with --resume, or replace it with --overwrite"
+            f"{output} contains files that calm prepare did not create ({', '.join(files[:3])}); use another directory"
         )
-    if MANIFEST not in found:
+    if not resume:
+        state = "a finished" if MANIFEST in files else "an unfinished"
+        raise DataError(
+            f"{output} contains {state} preparation; continue it with --resume, or replace it with --overwrite"
+        )
+    if MANIFEST not in files:
         return None
     manifest = read_manifest(output)
     sizes = [[name, size] for name, size, _ in job["sources"]]
-    (output / PROGRESS).unlink(missing_ok=True)  # left by a crash between the manifest and the end
+    (output / PROGRESS).unlink(missing_ok=True)  # left by a crash after the manifest was written
     if manifest["options"] != job["options"] or manifest["sources"] != sizes:
-        raise DataError(f"{output} was prepared from other sources or options; replace it with --overwrite")
+        raise DataError(f"{output} was prepared from other sources or with other options; replace it with --overwrite")
     return manifest
 
 
-def is_ours(output: Path) -> bool:
+def _is_preparation(output: Path) -> bool:
     return (output / MANIFEST).exists() or (output / PROGRESS).exists()
 
 
-def begin(output: Path, job: dict[str, Any], overwrite: bool) -> dict[str, Any]:
-    """Where to go on: the record of an interrupted run of this job, or the beginning."""
+def start_or_resume(output: Path, job: dict[str, Any], overwrite: bool) -> dict[str, Any]:
+    """Return the saved progress of an interrupted run of this job, or new progress."""
     if overwrite:
         clear(output)
         output.mkdir(exist_ok=True)
     path = output / PROGRESS
-    for left in output.rglob(f"*{TEMPORARY}"):
-        left.unlink()
+    for temporary in output.rglob(f"*{TEMPORARY}"):
+        temporary.unlink()
     if not path.exists():
         progress = {"job": job, "counts": {}, "writers": {}}
         write_json(path, progress)
@@ -54,15 +56,18 @@ def begin(output: Path, job: dict[str, Any], overwrite: bool) -> dict[str, Any]:
     progress = json.loads(path.read_bytes())
     if progress["job"] != job:
         raise DataError(
-            f"{output} holds an unfinished preparation of other sources or options, or a source has changed since; "
-            "begin anew with --overwrite"
+            f"{output} contains an unfinished preparation with other sources or options, or a source has changed; "
+            "start over with --overwrite"
         )
     return progress
 
 
 def clear(output: Path) -> None:
-    """Remove what a preparation made, and nothing else. Killed on the way, the directory is still known as ours:
-    the manifest goes first, so that a part is never taken for the whole, and the record of progress last."""
+    """Delete the files of a preparation and nothing else.
+
+    The manifest is deleted first and the progress file last: after a crash in between, the directory is not mistaken
+    for a complete one and can still be recognized as a preparation.
+    """
     progress = output / PROGRESS
     if not progress.exists() and (output / MANIFEST).exists():
         write_json(progress, {"job": None})
@@ -71,5 +76,5 @@ def clear(output: Path) -> None:
     for path in [output / MANIFEST, *shards, *tokenizer, progress]:
         path.unlink(missing_ok=True)
     for directory in (output / "tokenizer", output):
-        with suppress(OSError):  # not empty, or not there
+        with suppress(OSError):  # not empty, or missing
             directory.rmdir()

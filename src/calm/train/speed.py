@@ -1,4 +1,4 @@
-"""How fast training is, and how fast the machine could be."""
+"""Training throughput and hardware utilization."""
 
 import time
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from calm.products import linear
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """FLOP/s of a large matrix product on this machine, as training computes it: what shares of the peak are of."""
+    """Peak FLOP/s: the best measured throughput of a large matrix multiplication in the precision of training."""
     size = 4096 if device.type == "cuda" else 1024
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    linear(left, right)  # warms up
-    best, began = 0.0, time.perf_counter()
-    while best == 0.0 or time.perf_counter() - began < seconds:
+    linear(left, right)  # warm-up
+    best, start_time = 0.0, time.perf_counter()
+    while best == 0.0 or time.perf_counter() - start_time < seconds:
         start = time.perf_counter()
         linear(left, right)
         if device.type == "cuda":
@@ -29,16 +29,16 @@ def measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3
 
 
 class Speed:
-    """Tokens a second and the share of the machine's peak, evaluations left out."""
+    """Tokens per second and the fraction of the measured peak FLOP/s, excluding evaluations."""
 
     def __init__(self, tokens_per_step: int, world: World, dtype: torch.dtype):
         self.tokens_per_step, self.world = tokens_per_step, world
         self.peak = measured_peak(world.device, dtype) * world.size
-        self.flops, self.step, self.began = 0.0, -1, 0.0
+        self.flops, self.step, self.start_time = 0.0, -1, 0.0
         self.last: dict[str, float] = {}
 
     def count_flops(self, model: nn.Module, parts: list[dict[str, Any]], autocast: torch.autocast) -> None:
-        """Count a step's FLOPs in a rehearsal: a step under the counter's eyes rounds differently from others."""
+        """Count the FLOPs per step in a separate forward and backward pass, as counting may change rounding."""
         with FlopCounterMode(display=False) as counter:
             with autocast:
                 loss = model(**parts[0]).loss
@@ -48,17 +48,18 @@ class Speed:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        began = time.perf_counter()
+        """Exclude the time spent in this context."""
+        start_time = time.perf_counter()
         yield
-        self.began += time.perf_counter() - began
+        self.start_time += time.perf_counter() - start_time
 
     def since_last(self, step: int) -> dict[str, float]:
-        """The speed since the last call; the first call only starts the clock."""
+        """Average throughput since the previous call. The first call only starts the timer."""
         now = time.perf_counter()
         if self.step >= 0:
-            seconds = (now - self.began) / (step - self.step)
+            seconds = (now - self.start_time) / (step - self.step)
             self.last = {"tokens_per_second": self.tokens_per_step / seconds}
             if self.flops:
                 self.last["share_of_peak"] = self.flops / seconds / self.peak
-        self.step, self.began = step, now
+        self.step, self.start_time = step, now
         return self.last

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: metrics.jsonl, TensorBoard, wandb when asked for, and a plot at the end."""
+"""Experiment tracking: metrics.jsonl, TensorBoard, optional Weights & Biases, and a plot of the loss."""
 
 import json
 import math
@@ -16,7 +16,7 @@ METRICS = "metrics.jsonl"
 
 
 class Tracker:
-    """Writes metrics of the first process; in the others it does nothing. A full disk is told once, and endured."""
+    """Logs metrics on the main process and does nothing on the others. Write errors are reported once and ignored."""
 
     def __init__(
         self,
@@ -29,13 +29,13 @@ class Tracker:
         config: dict[str, Any],
         warn: Callable[[str], None],
     ):
-        self.warn, self.told = warn, False
+        self.warn, self.warned = warn, False
         self.file: IO[str] | None = None
         self.board: Any = None
         self.wandb: Any = None
         if not first:
             return
-        keep_until(directory / METRICS, step)
+        _truncate_metrics(directory / METRICS, step)
         self.file = (directory / METRICS).open("a", encoding="utf-8")
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -54,9 +54,9 @@ class Tracker:
             for name, value in metrics.items() if self.board else []:
                 self.board.add_scalar(name, value, step)
         except OSError as error:
-            if not self.told:
-                self.warn(f"metrics cannot be written ({error.strerror or error}); training goes on")
-            self.told = True
+            if not self.warned:
+                self.warn(f"metrics cannot be written ({error.strerror or error}); training continues")
+            self.warned = True
         if self.wandb:
             self.wandb.log(metrics, step=step)
 
@@ -74,16 +74,18 @@ def _wandb(directory: Path, config: dict[str, Any]) -> Any:
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ConfigError("train.wandb is set but wandb is not installed; pip install wandb, or unset it") from error
-    identity = directory / "wandb-id"  # a continued run is the same run there, too
-    if not identity.exists():
-        write_atomic(identity, uuid.uuid4().hex.encode())
-    name = identity.read_text()
-    return wandb.init(project="calm", name=directory.name, dir=str(directory), config=config, resume="allow", id=name)
+        raise ConfigError(
+            "train.wandb is set but wandb is not installed; run pip install wandb, or set train.wandb=false"
+        ) from error
+    id_file = directory / "wandb-id"  # a resumed run continues the same wandb run
+    if not id_file.exists():
+        write_atomic(id_file, uuid.uuid4().hex.encode())
+    run = id_file.read_text()
+    return wandb.init(project="calm", name=directory.name, dir=str(directory), config=config, resume="allow", id=run)
 
 
-def keep_until(path: Path, step: int) -> None:
-    """Drop the lines of steps that will be done again, and a last line that a crash cut."""
+def _truncate_metrics(path: Path, step: int) -> None:
+    """Remove the metrics of steps after `step`, which will be repeated, and an incomplete last line."""
     if not path.exists():
         return
     kept = []
@@ -101,7 +103,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def plot_losses(directory: Path) -> None:
-    """loss.png: the training loss over steps, and the score of each evaluation."""
+    """Plot the training loss and the validation score over steps to loss.png."""
     import matplotlib
 
     matplotlib.use("Agg")
