@@ -14,58 +14,58 @@ from calm.serve.limits import Limits
 
 
 @pytest.fixture(scope="session")
-def writers(models) -> dict[str, Writer]:
-    """Two tiny models of random weights: a CALM model with chunks of two tokens, and a Transformer."""
-    made = {"calm-2": Writer(models / "calm-2"), "softmax": Writer(models / "softmax")}
-    made["calm-2"].model.config.backbone_config.max_position_embeddings = 4096  # for texts that take a while
-    return made
+def engines(models) -> dict[str, Writer]:
+    """Two tiny models with random weights: a CALM model with chunks of two tokens, and a Transformer."""
+    engines = {"calm-2": Writer(models / "calm-2"), "softmax": Writer(models / "softmax")}
+    engines["calm-2"].model.config.backbone_config.max_position_embeddings = 4096  # for long-running requests
+    return engines
 
 
-class Running:
-    """A server in this process, on a socket of its own."""
+class LocalServer:
+    """A server in a thread of this process, on its own port."""
 
-    def __init__(self, writers: dict[str, Writer], limits: Limits, keys: list[str]):
-        listening = run.bind("127.0.0.1", 0, True, False)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the system should not read for a client
-        self.port = listening.getsockname()[1]
+    def __init__(self, engines: dict[str, Writer], limits: Limits, keys: list[str]):
+        listener = run.bind("127.0.0.1", 0, True, False)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # small, so that slow clients cause backpressure
+        self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = run.make_server(writers, limits, keys)
-        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]}, daemon=True)
+        self.server = run.make_server(engines, limits, keys)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]}, daemon=True)
         self.thread.start()
         self.schedulers = {scheduler.name: scheduler for scheduler in self.server.schedulers}
         self.client = httpx.Client(base_url=self.url, timeout=60)
         wait_for(lambda: self.server.started)
 
-    def ask(self, **fields: Any) -> httpx.Response:
+    def post(self, **fields: Any) -> httpx.Response:
         return self.client.post("/v1/completions", json={"model": "calm-2", "prompt": "the", **fields})
 
     def text(self, **fields: Any) -> str:
-        answer = self.ask(**fields)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["text"]
+        response = self.post(**fields)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["text"]
 
     def stream(self, **fields: Any) -> list[dict[str, Any]]:
-        return events_of(self.ask(stream=True, **fields).text)
+        return parse_events(self.post(stream=True, **fields).text)
 
     def send(self, **fields: Any) -> socket.socket:
-        """Ask on a connection of one's own, and leave the answer there."""
+        """Send a request on a new connection, and do not read the response."""
         body = json.dumps({"model": "calm-2", "prompt": "the", **fields}).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
         connection = self.connect()
         connection.sendall(head.encode() + str(len(body)).encode() + b"\r\n\r\n" + body)
         return connection
 
-    def step_by_step(self, name: str = "calm-2") -> threading.Semaphore:
-        """From now on a model makes as many steps as the semaphore is released."""
-        scheduler, allowed = self.schedulers[name], threading.Semaphore(0)
+    def pause_steps(self, name: str = "calm-2") -> threading.Semaphore:
+        """Block the decoding loop of a model: it runs one step per release of the returned semaphore."""
+        scheduler, permits = self.schedulers[name], threading.Semaphore(0)
         step = scheduler._step
 
-        def when_allowed():
-            allowed.acquire(timeout=120)
+        def step_with_permit():
+            permits.acquire(timeout=120)
             return step()
 
-        scheduler._step = when_allowed
-        return allowed
+        scheduler._step = step_with_permit
+        return permits
 
     def connect(self) -> socket.socket:
         connection = socket.socket()
@@ -80,8 +80,8 @@ class Running:
         assert not self.thread.is_alive()
 
 
-def events_of(body: str) -> list[dict[str, Any]]:
-    """The events of a whole stream, which must have ended as streams end."""
+def parse_events(body: str) -> list[dict[str, Any]]:
+    """Parse the events of a stream, which must be complete."""
     *events, last, rest = body.split("\n\n")
     assert (last, rest) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: ")) for event in events]
@@ -90,26 +90,26 @@ def events_of(body: str) -> list[dict[str, Any]]:
 def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
+        assert time.monotonic() < deadline, f"the condition is still false after {seconds} s"
         time.sleep(0.005)
 
 
 @pytest.fixture
-def start(writers) -> Iterator[Callable[..., Running]]:
-    """Start servers with limits and keys; they end with the test."""
-    made: list[Running] = []
+def start(engines) -> Iterator[Callable[..., LocalServer]]:
+    """Start servers with given limits and keys; they stop after the test."""
+    servers: list[LocalServer] = []
 
-    def one(keys: list[str] | None = None, **limits: Any) -> Running:
-        made.append(Running(writers, Limits(**limits), keys or []))
-        return made[-1]
+    def start_one(keys: list[str] | None = None, **limits: Any) -> LocalServer:
+        servers.append(LocalServer(engines, Limits(**limits), keys or []))
+        return servers[-1]
 
-    yield one
-    for running in made:
-        running.stop()
+    yield start_one
+    for server in servers:
+        server.stop()
 
 
 @pytest.fixture(scope="module")
-def server(writers) -> Iterator[Running]:
-    running = Running(writers, Limits(), [])
-    yield running
-    running.stop()
+def server(engines) -> Iterator[LocalServer]:
+    server = LocalServer(engines, Limits(), [])
+    yield server
+    server.stop()

@@ -1,4 +1,4 @@
-"""The page to play with, as a person with a browser meets it."""
+"""Browser tests of the playground."""
 
 import os
 import re
@@ -16,18 +16,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import calm
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="the page is tested in a browser, which selenium drives")
+webdriver = pytest.importorskip("selenium.webdriver", reason="browser tests need selenium")
 support = pytest.importorskip("selenium.webdriver.support.ui")
 CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
 if not (CHROMIUM.exists() and DRIVER.exists()):
-    pytest.skip(f"the page is tested in a browser, which needs {CHROMIUM} and {DRIVER}", allow_module_level=True)
+    pytest.skip(f"browser tests need {CHROMIUM} and {DRIVER}", allow_module_level=True)
 
-PATIENCE = 60  # seconds: the machine may be busy
+TIMEOUT = 60  # seconds: the machine may be busy
 FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
 --disable-component-update --disable-sync"""
-ANSWERS = """[...document.querySelectorAll("#answers section")].map((panel) => {
+READ_PANELS = """[...document.querySelectorAll("#panels section")].map((panel) => {
   const blocks = [...panel.querySelectorAll(".chunk")], of = (selector) => panel.querySelector(selector).textContent;
-  return {title: of("h2"), prompt: of(".prompt"), tokens: +of("[data-of=tokens]"), steps: +of("[data-of=steps]"),
+  return {title: of("h2"), prompt: of(".prompt"), tokens: +of("[data-stat=tokens]"), steps: +of("[data-stat=steps]"),
           texts: blocks.map((block) => block.textContent),
           colours: blocks.map((block) => getComputedStyle(block).backgroundColor)};
 })"""
@@ -35,26 +35,26 @@ ANSWERS = """[...document.querySelectorAll("#answers section")].map((panel) => {
 
 @contextmanager
 def serving(*options: object) -> Iterator[str]:
-    """The address of `calm serve bundled` with more options, which must end well at SIGTERM."""
+    """Run `calm serve bundled` and yield its URL. It must exit with code 0 after SIGTERM."""
     command = [sys.executable, "-m", "calm", "serve", "bundled", "--port", "0", *map(str, options)]
-    wide = {**os.environ, "COLUMNS": "200"}  # the address should stand on one line
+    wide = {**os.environ, "COLUMNS": "200"}  # prints the URL on one line
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=wide) as process:
         try:
-            said = ""
-            while not (found := re.search(r"Serving .* at (http://127\.0\.0\.1:\d+)", said)):
-                said += (line := process.stderr.readline())
-                assert line, said
-            yield found[1]
+            log = ""
+            while not (match := re.search(r"Serving .* at (http://127\.0\.0\.1:\d+)", log)):
+                log += (line := process.stderr.readline())
+                assert line, log
+            yield match[1]
             process.send_signal(signal.SIGTERM)
-            _, said = process.communicate(timeout=PATIENCE)
-            assert process.returncode == 0, said
+            _, log = process.communicate(timeout=TIMEOUT)
+            assert process.returncode == 0, log
         finally:
-            process.kill()  # where it did not end
+            process.kill()  # if still running
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory) -> Iterator[str]:
-    """A server of the bundled model and of a tiny Transformer with random weights."""
+    """URL of a server with the bundled model and a tiny Transformer with random weights."""
     directory = tmp_path_factory.mktemp("baseline") / "tiny"
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -79,7 +79,7 @@ def chromium(tmp_path_factory) -> Iterator:
 class Page:
     def __init__(self, driver, address: str):
         self.driver = driver
-        driver.get_log("browser")  # what was said before is not of this page
+        driver.get_log("browser")  # discards messages of earlier pages
         driver.get(address)
 
     def all(self, selector: str) -> list:
@@ -96,21 +96,21 @@ class Page:
         return self.driver.execute_script(f"return {script}")
 
     def wait(self, condition: Callable[[], object]) -> None:
-        support.WebDriverWait(self.driver, PATIENCE, 0.05).until(lambda _: condition())
+        support.WebDriverWait(self.driver, TIMEOUT, 0.05).until(lambda _: condition())
 
     def fill(self, tokens: int, **fields: str) -> None:
         for name, text in fields.items():
             self.one(name).clear()
             self.one(name).send_keys(text)
-        self.run(f"(element('tokens').value = {tokens}, show())")  # a slider: keys would take a hundred presses
+        self.run(f"(element('tokens').value = {tokens}, updateLabels())")  # a slider: slow to set with keys
 
-    def write(self, tokens: int, **fields: str) -> list[dict]:
-        """Fill in, press Write, and give what each panel holds in the end."""
+    def generate(self, tokens: int, **fields: str) -> list[dict]:
+        """Fill in the form, click Generate, wait, and return the contents of each panel."""
         self.fill(tokens, **fields)
-        self.one("go").click()
-        self.wait(lambda: "Writing" not in self.status)
+        self.one("generate").click()
+        self.wait(lambda: "Generating" not in self.status)
         assert self.status.startswith("Done")
-        return self.run(ANSWERS)
+        return self.run(READ_PANELS)
 
     def errors(self) -> list[dict]:
         return [line for line in self.driver.get_log("browser") if line["level"] == "SEVERE"]
@@ -123,75 +123,75 @@ def page(chromium, url) -> Page:
     return page
 
 
-def test_blocks_are_the_steps_of_what_the_interface_answers(page, url):
-    answers = page.write(32, prompt="And God said", seed="7")
-    asked = {"prompt": "And God said", "seed": 7, "max_tokens": 32, "temperature": 0.5}
-    for answer, model, chunk_size in zip(answers, ("bundled", "tiny"), (4, 1), strict=True):
-        told = httpx.post(f"{url}/v1/completions", json={"model": model, **asked}, timeout=PATIENCE).json()
-        assert "".join(answer["texts"]) == told["choices"][0]["text"] != ""
-        assert answer["title"].startswith(model)
-        assert answer["tokens"] == told["usage"]["completion_tokens"]
-        assert answer["steps"] == len(answer["texts"]) == -(-answer["tokens"] // chunk_size)
-        assert "rgba(0, 0, 0, 0)" not in answer["colours"]
-        assert not any(a == b for a, b in zip(answer["colours"], answer["colours"][1:], strict=False))
+def test_panels_match_the_api(page, url):
+    panels = page.generate(32, prompt="And God said", seed="7")
+    request = {"prompt": "And God said", "seed": 7, "max_tokens": 32, "temperature": 0.5}
+    for panel, model, chunk_size in zip(panels, ("bundled", "tiny"), (4, 1), strict=True):
+        completion = httpx.post(f"{url}/v1/completions", json={"model": model, **request}, timeout=TIMEOUT).json()
+        assert "".join(panel["texts"]) == completion["choices"][0]["text"] != ""
+        assert panel["title"].startswith(model)
+        assert panel["tokens"] == completion["usage"]["completion_tokens"]
+        assert panel["steps"] == len(panel["texts"]) == -(-panel["tokens"] // chunk_size)
+        assert "rgba(0, 0, 0, 0)" not in panel["colours"]
+        assert not any(a == b for a, b in zip(panel["colours"], panel["colours"][1:], strict=False))
     names = page.run("performance.getEntriesByType('resource').map((entry) => entry.name)")
-    assert {name.split("/v1/")[0] for name in names} == {url}  # no other host is asked for anything
+    assert {name.split("/v1/")[0] for name in names} == {url}  # no requests to other hosts
     assert page.errors() == []
 
 
-def test_keys_write_and_stop(page):
+def test_keyboard_shortcuts(page):
     page.fill(512, prompt="In the beginning", seed="1")
     page.one("prompt").send_keys(webdriver.Keys.CONTROL, webdriver.Keys.ENTER)
     page.wait(lambda: page.all(".chunk"))
     page.driver.switch_to.active_element.send_keys(webdriver.Keys.ESCAPE)
-    page.wait(lambda: "Writing" not in page.status)
+    page.wait(lambda: "Generating" not in page.status)
     assert page.status == "Stopped."
-    assert sum(answer["tokens"] for answer in page.run(ANSWERS)) < 1024
-    assert page.write(16, seed="1")[0]["steps"] == 4  # and it can begin anew
+    assert sum(panel["tokens"] for panel in page.run(READ_PANELS)) < 1024
+    assert page.generate(16, seed="1")[0]["steps"] == 4  # can start again
 
 
-def test_tab_goes_through_the_controls_in_order(page):
-    reached = []
+def test_tab_order(page):
+    focused = []
     for _ in range(6):
         page.driver.switch_to.active_element.send_keys(webdriver.Keys.TAB)
-        reached.append(page.run("document.activeElement.id || document.activeElement.tagName"))
-    assert reached == ["A", "prompt", "temperature", "tokens", "seed", "go"]
+        focused.append(page.run("document.activeElement.id || document.activeElement.tagName"))
+    assert focused == ["A", "prompt", "temperature", "tokens", "seed", "generate"]
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-def test_narrow_screens_and_dark_ones(page, url, path):
+def test_narrow_screen_and_color_schemes(page, url, path):
     command = page.driver.execute_cdp_cmd
     command("Emulation.setDeviceMetricsOverride", {"width": 375, "height": 0, "deviceScaleFactor": 0, "mobile": False})
     page.driver.get(url + path)
     if path == "/":
-        page.write(32, prompt="A" * 200, seed="2")
-    page.wait(lambda: page.all("#answers .chunk, table"))
+        page.generate(32, prompt="A" * 200, seed="2")
+    page.wait(lambda: page.all("#panels .chunk, table"))
     assert page.run("document.documentElement.scrollWidth") <= page.run("innerWidth") == 375
     for scheme, sign in (("dark", 1), ("light", -1)):
         command("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
         colours = page.run("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
-        ink, paper = (sum(map(int, re.findall(r"\d+", colour))) for colour in colours)
-        assert sign * (ink - paper) > 300  # of 765: it can be read
+        foreground, background = (sum(map(int, re.findall(r"\d+", colour))) for colour in colours)
+        assert sign * (foreground - background) > 300  # of 765: readable contrast
     command("Emulation.clearDeviceMetricsOverride", {})
     command("Emulation.setEmulatedMedia", {"features": []})
 
 
-def test_markup_is_shown_as_text(page):
+def test_markup_is_escaped(page):
     prompt = "<b>bold</b> &amp; <img src=x onerror=alert(1)>"
-    assert [answer["prompt"] for answer in page.write(16, prompt=prompt, seed="3")] == [prompt, prompt]
-    assert not page.all("#answers b, #answers img")
+    assert [panel["prompt"] for panel in page.generate(16, prompt=prompt, seed="3")] == [prompt, prompt]
+    assert not page.all("#panels b, #panels img")
 
 
-def test_a_server_with_keys_asks_for_one(chromium):
+def test_api_key_prompt(chromium):
     with serving("--api-key", "secret") as address:
         page = Page(chromium, address)
-        page.wait(lambda: page.one("key").is_displayed() and "asks for an API key" in page.status)
+        page.wait(lambda: page.one("key").is_displayed() and "requires an API key" in page.status)
         page.one("key").send_keys("guess", webdriver.Keys.ENTER)
-        page.wait(lambda: "does not know this API key" in page.status)
-        assert page.write(16, key="secret", seed="1")[0]["steps"] == 4
+        page.wait(lambda: "Invalid API key" in page.status)
+        assert page.generate(16, key="secret", seed="1")[0]["steps"] == 4
 
 
-def test_docs_list_the_paths(chromium, url):
+def test_docs_list_all_paths(chromium, url):
     page = Page(chromium, f"{url}/docs")
     page.wait(lambda: page.all("h2"))
     assert {"POST /v1/completions", "GET /v1/models"} <= {heading.text for heading in page.all("h2")}

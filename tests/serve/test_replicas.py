@@ -1,4 +1,4 @@
-"""More than one replica: behind nginx, as docs/serving.md configures it, and as a deployment of Ray Serve."""
+"""Several replicas: behind nginx with the configuration of docs/serving.md, and as a Ray Serve deployment."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
-import near_ties  # of benchmarks
+import near_ties  # in benchmarks/
 import pytest
 
 from calm.models.directories import located
@@ -34,78 +34,78 @@ class Replica(NamedTuple):
     process: subprocess.Popen
     url: str
 
-    def count(self, name: str) -> float:
-        """A number of its metrics, 0 where there is none yet."""
-        found = re.search(rf"^{re.escape(name)} (\S+)$", httpx.get(f"{self.url}/metrics").text, re.MULTILINE)
-        return float(found[1]) if found else 0.0
+    def metric(self, name: str) -> float:
+        """The value of a metric, or 0 if it has none yet."""
+        match = re.search(rf"^{re.escape(name)} (\S+)$", httpx.get(f"{self.url}/metrics").text, re.MULTILINE)
+        return float(match[1]) if match else 0.0
 
-    def answered(self, status: int = 200) -> float:
-        return self.count(f'calm_requests_total{{path="/v1/completions",status="{status}"}}')
+    def num_responses(self, status: int = 200) -> float:
+        return self.metric(f'calm_requests_total{{path="/v1/completions",status="{status}"}}')
 
     @property
-    def writes(self) -> bool:
-        return self.count('calm_texts_running{model="bundled"}') > 0
+    def is_generating(self) -> bool:
+        return self.metric('calm_texts_running{model="bundled"}') > 0
 
 
-def body(seed: int) -> dict:
-    """Requests that differ in everything that a text depends on."""
+def request_body(seed: int) -> dict:
+    """A request whose prompt, length and temperature depend on the seed."""
     prompt, temperature = PROMPTS[seed % 4], (1.0, 0.5)[seed % 2]
     return {"model": "bundled", "prompt": prompt, "max_tokens": 40 + seed, "seed": seed, "temperature": temperature}
 
 
-def ask(url: str, seed: int) -> httpx.Response:
-    return httpx.post(f"{url}/v1/completions", json=body(seed), timeout=120)
+def post(url: str, seed: int) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json=request_body(seed), timeout=120)
 
 
-def ask_all(url: str, seeds: range) -> list[httpx.Response]:
+def post_all(url: str, seeds: range) -> list[httpx.Response]:
     with ThreadPoolExecutor(len(seeds)) as pool:
-        return list(pool.map(lambda seed: ask(url, seed), seeds))
+        return list(pool.map(lambda seed: post(url, seed), seeds))
 
 
-def text_of(answer: httpx.Response) -> str:
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["text"]
+def completion_text(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["text"]
 
 
-class Alone(NamedTuple):
-    """What a writer gives to each seed alone, and the seeds that no near-tie decides."""
+class Reference(NamedTuple):
+    """The unbatched completion of each seed, and the seeds that do not depend on a near-tie."""
 
     texts: list[str]
-    settled: set[int]
+    stable: set[int]
 
 
 @pytest.fixture(scope="module")
-def alone() -> Alone:
-    writer = Writer(located(Path("bundled")))
+def reference() -> Reference:
+    engine = Writer(located(Path("bundled")))
 
-    def write(seed: int) -> str:
-        asked = body(seed)
-        return near_ties.written(writer, asked["prompt"], seed, asked["temperature"], asked["max_tokens"])
+    def generate(seed: int) -> str:
+        request = request_body(seed)
+        return near_ties.written(engine, request["prompt"], seed, request["temperature"], request["max_tokens"])
 
-    texts = [write(seed) for seed in SEEDS]
-    settled = set(near_ties.settled(writer, dict(enumerate(texts)), write))
-    assert len(settled) >= 0.75 * len(SEEDS)
-    return Alone(texts, settled)
-
-
-def same_texts(answers: list[httpx.Response], alone: Alone) -> bool:
-    """All but one, which a near-tie must decide: batches of another size round otherwise."""
-    pairs = enumerate(zip(answers, alone.texts, strict=True))
-    other = {seed for seed, (answer, text) in pairs if text_of(answer) != text}
-    return len(other) <= 1 and not other & alone.settled
+    texts = [generate(seed) for seed in SEEDS]
+    stable = set(near_ties.settled(engine, dict(enumerate(texts)), generate))
+    assert len(stable) >= 0.75 * len(SEEDS)
+    return Reference(texts, stable)
 
 
-def written(pieces: list[bytes]) -> str:
-    """The text of a stream that is whole."""
-    events = b"".join(pieces).decode().split("\n\n")
+def same_texts(responses: list[httpx.Response], reference: Reference) -> bool:
+    """At most one text may differ, and only at a near-tie: rounding depends on the batch size."""
+    pairs = enumerate(zip(responses, reference.texts, strict=True))
+    different = {seed for seed, (response, text) in pairs if completion_text(response) != text}
+    return len(different) <= 1 and not different & reference.stable
+
+
+def stream_text(parts: list[bytes]) -> str:
+    """The text of a stream, which must be complete."""
+    events = b"".join(parts).decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     return "".join(json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events[:-2])
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def wait_for(url: str) -> None:
@@ -115,10 +115,10 @@ def wait_for(url: str) -> None:
             return
         except httpx.TransportError:
             time.sleep(0.1)
-    pytest.fail(f"nothing answers at {url}")
+    pytest.fail(f"no response from {url}")
 
 
-def end(process: subprocess.Popen) -> None:
+def terminate(process: subprocess.Popen) -> None:
     process.terminate()
     try:
         process.wait(60)
@@ -129,50 +129,50 @@ def end(process: subprocess.Popen) -> None:
 @pytest.fixture
 def replicas(tmp_path) -> Iterator[list[Replica]]:
     command = [sys.executable, "-m", "calm", "serve", "bundled", "--port", "0"]
-    started = []
+    processes = []
     try:
         logs = [tmp_path / "replica-0", tmp_path / "replica-1"]
         for log in logs:
             with log.open("w") as stderr:
-                started.append(subprocess.Popen(command, stderr=stderr, env={**os.environ, "COLUMNS": "200"}))
-        yield [Replica(process, said_url(process, log)) for process, log in zip(started, logs, strict=True)]
+                processes.append(subprocess.Popen(command, stderr=stderr, env={**os.environ, "COLUMNS": "200"}))
+        yield [Replica(process, wait_for_url(process, log)) for process, log in zip(processes, logs, strict=True)]
     finally:
-        for process in started:
-            end(process)
+        for process in processes:
+            terminate(process)
 
 
-def said_url(process: subprocess.Popen, log: Path) -> str:
+def wait_for_url(process: subprocess.Popen, log: Path) -> str:
     for _ in range(600):
-        if found := re.search(r"Serving bundled at (http://[\d.]+:\d+) ", log.read_text()):
-            return found[1]
+        if match := re.search(r"Serving bundled at (http://[\d.]+:\d+) ", log.read_text()):
+            return match[1]
         assert process.poll() is None, log.read_text()
         time.sleep(0.1)
-    pytest.fail(f"no address after a minute: {log.read_text()}")
+    pytest.fail(f"no URL was printed within a minute: {log.read_text()}")
 
 
 @pytest.fixture
 def balanced(replicas, tmp_path) -> Iterator[str]:
-    """nginx with what the documentation shows, before two replicas."""
+    """URL of nginx in front of two replicas, with the documented configuration."""
     nginx = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
     if nginx is None:
         pytest.skip("nginx is not installed")
     pages = "".join(page.read_text() for page in DOCS.glob("serving*.md"))
-    shown = re.findall(r"```nginx\n(.*?)```", pages, re.DOTALL)
-    assert len(shown) == 1
+    examples = re.findall(r"```nginx\n(.*?)```", pages, re.DOTALL)
+    assert len(examples) == 1
     port, (first, second) = free_port(), (replica.url.removeprefix("http://") for replica in replicas)
-    site = shown[0]
-    for example, ours in (
+    site = examples[0]
+    for example, actual in (
         ("127.0.0.1:8001", first),
         ("127.0.0.1:8002", second),
         ("127.0.0.1:8080", f"127.0.0.1:{port}"),
     ):
         assert site.count(example) == 1
-        site = site.replace(example, ours)
+        site = site.replace(example, actual)
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    places = " ".join(f"{kind}_temp_path {tmp_path}/{kind};" for kind in kinds)
+    temp_paths = " ".join(f"{kind}_temp_path {tmp_path}/{kind};" for kind in kinds)
     (tmp_path / "nginx.conf").write_text(
         f"daemon off; master_process off; pid {tmp_path}/nginx.pid; error_log {tmp_path}/error.log;\n"
-        f"events {{}}\nhttp {{\naccess_log off; {places}\n{site}}}\n"
+        f"events {{}}\nhttp {{\naccess_log off; {temp_paths}\n{site}}}\n"
     )
     command = [nginx, "-p", str(tmp_path), "-e", str(tmp_path / "error.log"), "-c", str(tmp_path / "nginx.conf")]
     process = subprocess.Popen(command)
@@ -180,50 +180,50 @@ def balanced(replicas, tmp_path) -> Iterator[str]:
         wait_for(f"http://127.0.0.1:{port}/health")
         yield f"http://127.0.0.1:{port}"
     finally:
-        end(process)
+        terminate(process)
 
 
-def test_replicas_behind_nginx_write_what_a_writer_writes(replicas, balanced, alone):
-    assert same_texts(ask_all(balanced, SEEDS), alone)
-    served = [replica.answered() for replica in replicas]
-    assert sum(served) == len(SEEDS)
-    assert min(served) >= 3  # least_conn: about half each
+def test_nginx_replicas_match_unbatched_generation(replicas, balanced, reference):
+    assert same_texts(post_all(balanced, SEEDS), reference)
+    counts = [replica.num_responses() for replica in replicas]
+    assert sum(counts) == len(SEEDS)
+    assert min(counts) >= 3  # least_conn distributes them about evenly
 
 
-def test_nginx_hands_a_stream_on_as_it_grows(replicas, balanced):
+def test_nginx_does_not_buffer_streams(replicas, balanced):
     with httpx.stream("POST", f"{balanced}/v1/completions", json=LONG, timeout=120) as stream:
-        pieces = stream.iter_raw()
-        first = next(pieces)
-        assert any(replica.writes for replica in replicas)  # what has come was not kept until the end
-        pieces = [first, *pieces]
-    assert len(pieces) > 10
-    whole = httpx.post(f"{replicas[0].url}/v1/completions", json={**LONG, "stream": False}, timeout=120)
-    assert written(pieces) == text_of(whole)
+        iterator = stream.iter_raw()
+        first = next(iterator)
+        assert any(replica.is_generating for replica in replicas)  # the first part arrived before the end
+        parts = [first, *iterator]
+    assert len(parts) > 10
+    full = httpx.post(f"{replicas[0].url}/v1/completions", json={**LONG, "stream": False}, timeout=120)
+    assert stream_text(parts) == completion_text(full)
 
 
-def test_no_client_notices_that_a_replica_ends(replicas, balanced, alone, tmp_path):
-    ending, staying = replicas
-    before = staying.answered()
-    with httpx.stream("POST", f"{ending.url}/v1/completions", json=LONG, timeout=120) as stream:
-        pieces = stream.iter_raw()
-        first = next(pieces)
-        ending.process.send_signal(signal.SIGTERM)
-        while httpx.get(f"{ending.url}/ready").status_code == 200:
+def test_replica_shutdown_is_invisible_to_clients(replicas, balanced, reference, tmp_path):
+    stopping, remaining = replicas
+    before = remaining.num_responses()
+    with httpx.stream("POST", f"{stopping.url}/v1/completions", json=LONG, timeout=120) as stream:
+        iterator = stream.iter_raw()
+        first = next(iterator)
+        stopping.process.send_signal(signal.SIGTERM)
+        while httpx.get(f"{stopping.url}/ready").status_code == 200:
             time.sleep(0.05)
-        answers = ask_all(balanced, SEEDS)  # one replica refuses them: it finishes its stream
-        assert ending.answered(503) > 0, (tmp_path / "error.log").read_text()
-        pieces = [first, *pieces]
-    assert same_texts(answers, alone)
-    assert written(pieces)
-    assert ending.process.wait(60) == 0
-    assert same_texts(ask_all(balanced, SEEDS), alone)  # now nobody listens there
-    assert staying.answered() == before + 2 * len(SEEDS)
+        responses = post_all(balanced, SEEDS)  # the draining replica rejects them with a 503
+        assert stopping.num_responses(503) > 0, (tmp_path / "error.log").read_text()
+        parts = [first, *iterator]
+    assert same_texts(responses, reference)
+    assert stream_text(parts)
+    assert stopping.process.wait(60) == 0
+    assert same_texts(post_all(balanced, SEEDS), reference)  # now connections to it are refused
+    assert remaining.num_responses() == before + 2 * len(SEEDS)
 
 
 @pytest.fixture
 def ray_url(monkeypatch) -> Iterator[str]:
     pytest.importorskip("ray", reason="ray is not installed (extra `ray`)")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # otherwise Ray writes one into the home directory
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # otherwise Ray creates a token in the home directory
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     import ray  # pyright: ignore[reportMissingImports]
     from ray import serve  # pyright: ignore[reportMissingImports]
@@ -234,32 +234,32 @@ def ray_url(monkeypatch) -> Iterator[str]:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=2**27)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(app({"model": "bundled", "min_replicas": "2", "max_replicas": "2"}))  # as the command line gives them
+        serve.run(app({"model": "bundled", "min_replicas": "2", "max_replicas": "2"}))  # strings, as on a command line
         yield f"http://127.0.0.1:{port}"
         serve.shutdown()
     finally:
         ray.shutdown()
 
 
-def test_replicas_of_ray_write_what_a_writer_writes(ray_url, alone):
-    answers = ask_all(ray_url, SEEDS)
-    assert [text_of(answer) for answer in answers] == alone.texts
-    assert len({answer.headers["X-Replica"] for answer in answers}) == 2
+def test_ray_replicas_match_unbatched_generation(ray_url, reference):
+    responses = post_all(ray_url, SEEDS)
+    assert [completion_text(response) for response in responses] == reference.texts
+    assert len({response.headers["X-Replica"] for response in responses}) == 2
 
     pages: dict[str, str] = {}
-    while len(pages) < 2:  # Ray chooses who answers
+    while len(pages) < 2:  # Ray chooses the replica
         page = httpx.get(f"{ray_url}/metrics")
         pages[page.headers["X-Replica"]] = page.text
     chunks, steps = (
         sum(float(re.findall(rf"^{name}\S* (\S+)$", page, re.MULTILINE)[0]) for page in pages.values())
         for name in ("calm_chunks_total", "calm_step_seconds_count")
     )
-    assert chunks > 1.5 * steps  # texts grew together
+    assert chunks > 1.5 * steps  # sequences were batched
 
     with httpx.stream("POST", f"{ray_url}/v1/completions", json=LONG, timeout=120) as stream:
-        pieces = list(stream.iter_raw())
-    assert len(pieces) > 10
-    assert written(pieces)
-    refused = httpx.post(f"{ray_url}/v1/completions", json={"model": "bundled", "logprobs": 1})
-    assert refused.status_code == 400
-    assert "no probabilities" in refused.json()["error"]["message"]
+        parts = list(stream.iter_raw())
+    assert len(parts) > 10
+    assert stream_text(parts)
+    rejected = httpx.post(f"{ray_url}/v1/completions", json={"model": "bundled", "logprobs": 1})
+    assert rejected.status_code == 400
+    assert "no token probabilities" in rejected.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""What `calm serve` does: load, listen, say where."""
+"""The `calm serve` command."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,15 +18,15 @@ def serve(
     model: Path, baseline: Path | None, host: str, port: int, keys: list[str], open_to_all: bool, limits: Limits
 ) -> None:
     if any(not key.strip() for key in keys):
-        raise UserError("an API key is empty; leave --api-key out to serve without keys")
-    listening = run.bind(host, port, bool(keys), open_to_all)  # before the model is read, which takes seconds
+        raise UserError("an API key is empty; omit --api-key to serve without authentication")
+    listener = run.bind(host, port, bool(keys), open_to_all)  # fails early: loading the model takes seconds
     with console.stderr.status("loading") if console.stderr.is_terminal else nullcontext():
-        writers = run.load_writers(model, baseline)
-    run.allow_connections()
-    server = run.make_server(writers, limits, keys)
-    listening.listen(server.config.backlog)  # from here on connections wait for an answer: nobody is refused
-    shown = f"[{host}]" if ":" in host else host
-    url = f"http://{shown}:{listening.getsockname()[1]}"
-    console.stderr.print(f"Serving {', '.join(writers)} at {url} (a page to play with), {url}/v1 (OpenAI's clients)")
-    console.stderr.print("Ctrl-C finishes what is under way and ends; twice ends at once.")
-    server.run(sockets=[listening])
+        engines = run.load_engines(model, baseline)
+    run.raise_file_limit()
+    server = run.make_server(engines, limits, keys)
+    listener.listen(server.config.backlog)  # before the URL is printed, so that no client is refused a connection
+    url_host = f"[{host}]" if ":" in host else host
+    url = f"http://{url_host}:{listener.getsockname()[1]}"
+    console.stderr.print(f"Serving {', '.join(engines)} at {url} (playground), {url}/v1 (OpenAI-compatible API)")
+    console.stderr.print("Press Ctrl-C to finish all requests and exit, twice to exit immediately.")
+    server.run(sockets=[listener])

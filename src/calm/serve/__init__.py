@@ -1,1 +1,1 @@
-"""Models behind HTTP: requests grow together in one batch, and streams carry a chunk an event."""
+"""HTTP server: OpenAI-compatible completions with continuous batching and streaming."""

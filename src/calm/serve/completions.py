@@ -1,4 +1,4 @@
-"""Answers to /v1/completions, whole or as a stream with an event for each chunk."""
+"""Responses of /v1/completions: one JSON body, or a stream with one event per chunk."""
 
 import asyncio
 import json
@@ -12,109 +12,120 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from calm.errors import ConfigError
-from calm.serve.limits import ApiError, Limits, error_body, too_busy
-from calm.serve.requests import CompletionRequest, check_limit, check_possible, jobs_of, prompts_of
-from calm.serve.scheduler import Event, Job, Scheduler
+from calm.serve.limits import ApiError, Limits, error_body, queue_full
+from calm.serve.requests import CompletionRequest, build_sequences, check_limit, check_supported, parse_prompts
+from calm.serve.scheduler import Scheduler, SequenceOutput, SequenceState
 
 
-async def complete(http: Request, asked: CompletionRequest, scheduler: Scheduler, limits: Limits) -> Response:
-    check_possible(asked)
-    tokenizer = scheduler.writer.tokenizer
-    prompts = await run_in_threadpool(prompts_of, asked, tokenizer, limits)  # a long text takes its time
-    jobs = jobs_of(asked, prompts, tokenizer, limits)
+async def create_completion(
+    request: CompletionRequest, raw_request: Request, scheduler: Scheduler, limits: Limits
+) -> Response:
+    check_supported(request)
+    tokenizer = scheduler.engine.tokenizer
+    # long prompts would block the event loop
+    prompts = await run_in_threadpool(parse_prompts, request, tokenizer, limits)
+    states = build_sequences(request, prompts, tokenizer, limits)
     try:
-        for job in jobs:
-            scheduler.check(job.text)
+        for state in states:
+            scheduler.validate(state.sequence)
     except ConfigError as error:
         raise ApiError(400, str(error)) from error
-    draws = sum(job.text.sampling.draws for job in jobs)
-    check_limit("the number of candidates of all texts", draws, limits.max_draws)
-    check_limit("the number of texts", len(jobs), limits.max_batch + limits.max_queue)
-    scheduler.submit(jobs)
-    answer = Answer(asked, scheduler, jobs, prompts)
-    if asked.stream:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy should collect the chunks
-        return StreamingResponse(answer.stream(http), media_type="text/event-stream", headers=headers)
-    return await answer.whole(http)
+    draws = sum(state.sequence.sampling.draws for state in states)
+    check_limit("the number of candidates of all sequences", draws, limits.max_draws)
+    check_limit("the number of sequences", len(states), limits.max_batch + limits.max_queue)
+    scheduler.add(states)
+    completion = Completion(request, scheduler, states, prompts)
+    if request.stream:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not buffer the stream
+        return StreamingResponse(completion.stream(raw_request), media_type="text/event-stream", headers=headers)
+    return await completion.full_response(raw_request)
 
 
-class Answer:
+class Completion:
+    """The response to one request, built from the outputs of its sequences."""
+
     def __init__(
-        self, asked: CompletionRequest, scheduler: Scheduler, jobs: list[Job], prompts: list[tuple[str, list[int]]]
+        self,
+        request: CompletionRequest,
+        scheduler: Scheduler,
+        states: list[SequenceState],
+        prompts: list[tuple[str, list[int]]],
     ):
-        self.scheduler, self.jobs, self.events = scheduler, jobs, jobs[0].events
-        self.usage_wanted = asked.stream_options is not None and asked.stream_options.include_usage
-        repeated = [text for text, _ in prompts for _ in range(asked.n or 1)]
-        self.echoed = repeated if asked.echo else [""] * len(jobs)
+        self.scheduler, self.states, self.outputs = scheduler, states, states[0].outputs
+        self.include_usage = request.stream_options is not None and request.stream_options.include_usage
+        prompt_texts = [text for text, _ in prompts for _ in range(request.n or 1)]
+        self.prefixes = prompt_texts if request.echo else [""] * len(states)
         self.prompt_tokens = sum(len(ids) for _, ids in prompts)
-        self.frame = {
+        self.common_fields = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": asked.model,
+            "model": request.model,
         }
 
-    async def whole(self, http: Request) -> Response:
-        texts = list(self.echoed)
-        finishes: list[str | None] = [None] * len(self.jobs)
-        async for index, event in self._events(http):
-            if event.finish == "error":
-                raise ApiError(500, f"the model failed: {event.text}", kind="server_error")
-            texts[index] += event.text
-            finishes[index] = event.finish
-        if set(finishes) == {"timeout"} and not any(job.text.new for job in self.jobs):
-            raise too_busy("no place became free within the time of a request")
-        choices = [_choice(index, *ended) for index, ended in enumerate(zip(texts, finishes, strict=True))]
-        return JSONResponse({**self.frame, "choices": choices, "usage": self._usage()})
+    async def full_response(self, raw_request: Request) -> Response:
+        texts = list(self.prefixes)
+        finish_reasons: list[str | None] = [None] * len(self.states)
+        async for index, output in self._iterate(raw_request):
+            if output.finish_reason == "error":
+                raise ApiError(500, f"the model failed: {output.text}", error_type="server_error")
+            texts[index] += output.text
+            finish_reasons[index] = output.finish_reason
+        if set(finish_reasons) == {"timeout"} and not any(state.sequence.new for state in self.states):
+            timeout = self.scheduler.limits.max_seconds
+            raise queue_full(f"the request timed out in the waiting queue after {timeout:g} s; retry later")
+        choices = [_choice(index, *each) for index, each in enumerate(zip(texts, finish_reasons, strict=True))]
+        return JSONResponse({**self.common_fields, "choices": choices, "usage": self._usage()})
 
-    async def stream(self, http: Request) -> AsyncIterator[bytes]:
-        """An event for each chunk of each text as it comes; one before, where the prompt is echoed."""
-        for index, echoed in enumerate(self.echoed):
-            if echoed:
-                yield self._event([_choice(index, echoed, None)])
-        async for index, event in self._events(http):
-            if event.finish == "error":
-                yield _sent(error_body(f"the model failed: {event.text}", "server_error"))
+    async def stream(self, raw_request: Request) -> AsyncIterator[bytes]:
+        """One event per chunk of each sequence, after one event per echoed prompt."""
+        for index, prefix in enumerate(self.prefixes):
+            if prefix:
+                yield self._event([_choice(index, prefix, None)])
+        async for index, output in self._iterate(raw_request):
+            if output.finish_reason == "error":
+                yield _sse(error_body(f"the model failed: {output.text}", "server_error"))
                 return
-            chunk = {"ids": event.ids, "agreement": event.agreement}
-            yield self._event([{**_choice(index, event.text, event.finish), "chunk": chunk}])
-        if self.usage_wanted:
+            chunk = {"ids": output.token_ids, "agreement": output.agreement}
+            yield self._event([{**_choice(index, output.text, output.finish_reason), "chunk": chunk}])
+        if self.include_usage:
             yield self._event([], self._usage())
         yield b"data: [DONE]\n\n"
 
-    async def _events(self, http: Request) -> AsyncIterator[tuple[int, Event]]:
-        """All that comes for the texts of this answer; who is gone, or asks no further, gives them up."""
-        watch = asyncio.create_task(self._watch(http))
-        running = len(self.jobs)
+    async def _iterate(self, raw_request: Request) -> AsyncIterator[tuple[int, SequenceOutput]]:
+        """All outputs of the request, with the index of the choice. Aborts its sequences if the client disconnects."""
+        watcher = asyncio.create_task(self._abort_on_disconnect(raw_request))
+        unfinished = len(self.states)
         try:
-            while running:
-                job, event = await self.events.get()
-                running -= event.finish is not None
-                yield self.jobs.index(job), event
+            while unfinished:
+                state, output = await self.outputs.get()
+                unfinished -= output.finish_reason is not None
+                yield self.states.index(state), output
         finally:
-            watch.cancel()
-            self.scheduler.give_up(self.jobs)
+            watcher.cancel()
+            self.scheduler.abort(self.states)
 
-    async def _watch(self, http: Request) -> None:
-        while (await http.receive())["type"] != "http.disconnect":
+    async def _abort_on_disconnect(self, raw_request: Request) -> None:
+        while (await raw_request.receive())["type"] != "http.disconnect":
             pass
-        self.scheduler.give_up(self.jobs)
+        self.scheduler.abort(self.states)
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
-        return _sent({**self.frame, "choices": choices, **({"usage": usage} if self.usage_wanted else {})})
+        return _sse({**self.common_fields, "choices": choices, **({"usage": usage} if self.include_usage else {})})
 
     def _usage(self) -> dict[str, int]:
-        written = sum(len(job.text.new) for job in self.jobs)
+        completion_tokens = sum(len(state.sequence.new) for state in self.states)
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": written,
-            "total_tokens": self.prompt_tokens + written,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self.prompt_tokens + completion_tokens,
         }
 
 
-def _choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 
-def _sent(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def _sse(data: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

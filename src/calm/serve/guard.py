@@ -1,4 +1,4 @@
-"""What stands before the application: bodies that are too long or too slow, and API keys."""
+"""Checks before the application runs: body size, receive timeout, and API keys."""
 
 import asyncio
 import hmac
@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from calm.serve.limits import ApiError, Limits
 
 
-class Guard:
-    """Reads a request's body whole, within its limits, before anybody works on it."""
+class BodyLimitMiddleware:
+    """Receives the whole request body, within size and time limits, before the application runs. Counts responses."""
 
     def __init__(self, app: ASGIApp, limits: Limits, count: Callable[[str, int], None]):
         self.app, self.limits, self.count = app, limits, count
@@ -21,57 +21,58 @@ class Guard:
             await self.app(scope, receive, send)
             return
 
-        async def counted(message: Message) -> None:
+        async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route = scope.get("route")
                 self.count(getattr(route, "path", "unknown"), message["status"])
             await send(message)
 
         try:
-            body = await self._body(scope, receive)
+            body = await self._receive_body(scope, receive)
         except ApiError as error:
-            answer = JSONResponse(error.body, error.status, {**error.headers, "Connection": "close"})
-            await answer(scope, receive, counted)
+            response = JSONResponse(error.body, error.status, {**error.headers, "Connection": "close"})
+            await response(scope, receive, send_and_count)
             return
         if body is None:
             return
-        given = False
+        replayed = False
 
-        async def replay() -> Message:
-            nonlocal given
-            if given:
+        async def replay_body() -> Message:
+            nonlocal replayed
+            if replayed:
                 return await receive()
-            given = True
+            replayed = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await self.app(scope, replay, counted)
+        await self.app(scope, replay_body, send_and_count)
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """None where the client left."""
-        most = self.limits.max_body
-        too_long = ApiError(413, f"the body is longer than {most} bytes, which is the most that is read")
+    async def _receive_body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """Returns the body, or None if the client disconnected."""
+        limit = self.limits.max_body_bytes
+        too_large = ApiError(413, f"the request body exceeds the limit of {limit} bytes; send fewer or shorter prompts")
         length = dict(scope["headers"]).get(b"content-length", b"0")
-        if length.isdigit() and int(length) > most:
-            raise too_long
+        if length.isdigit() and int(length) > limit:
+            raise too_large
         parts, total = [], 0
         try:
-            async with asyncio.timeout(self.limits.patience):
+            async with asyncio.timeout(self.limits.receive_timeout):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
                     parts.append(message.get("body", b""))
                     total += len(parts[-1])
-                    if total > most:
-                        raise too_long
+                    if total > limit:
+                        raise too_large
                     if not message.get("more_body", False):
                         return b"".join(parts)
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {self.limits.patience:g} s") from None
+            message = f"the request body did not arrive within {self.limits.receive_timeout:g} s; send it again"
+            raise ApiError(408, message) from None
 
 
-class Keys:
-    """API keys, compared in constant time; without keys everybody may ask."""
+class ApiKeys:
+    """Valid API keys, compared in constant time. An empty list disables authentication."""
 
     def __init__(self, keys: list[str]):
         self.keys = [key.encode() for key in keys]
@@ -79,9 +80,9 @@ class Keys:
     def check(self, authorization: str | None) -> None:
         if not self.keys:
             return
-        scheme, _, given = (authorization or "").partition(" ")
-        key_given = given.encode("latin-1")  # the bytes that came
-        matches = [hmac.compare_digest(key_given, key) for key in self.keys]  # all of them, always
+        scheme, _, credentials = (authorization or "").partition(" ")
+        key_bytes = credentials.encode("latin-1")  # undoes the decoding of the header
+        matches = [hmac.compare_digest(key_bytes, key) for key in self.keys]  # always compares all keys
         if scheme.lower() != "bearer" or not any(matches):
-            message = "a valid API key is needed, as 'Authorization: Bearer KEY'"
-            raise ApiError(401, message, kind="authentication_error", code="invalid_api_key")
+            message = "the API key is missing or invalid; send a valid one as 'Authorization: Bearer KEY'"
+            raise ApiError(401, message, error_type="authentication_error", code="invalid_api_key")

@@ -1,4 +1,4 @@
-"""What clients send to /v1/completions: the fields that OpenAI's clients know, and two of our own."""
+"""Request schema of /v1/completions: OpenAI's fields, plus the extensions num_candidates and method."""
 
 import asyncio
 import secrets
@@ -12,33 +12,33 @@ from calm.errors import ConfigError
 from calm.sampling.batch import Text
 from calm.sampling.next_chunk import Method, Sampling
 from calm.sampling.text import GrowingText, noise_seed
-from calm.serve.limits import ApiError, Limits, shown
-from calm.serve.scheduler import Job
+from calm.serve.limits import ApiError, Limits, truncated_repr
+from calm.serve.scheduler import SequenceState
 
-NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {  # fields that cannot work: the values that ask for nothing, and why
-    "logprobs": ((None,), "a CALM model draws vectors and has no probabilities of tokens"),
-    "top_p": ((None, 1), "a CALM model draws vectors and has no probabilities to cut; use temperature"),
-    "best_of": ((None, 1), "without probabilities no text is known to be better than another; use n"),
-    "presence_penalty": ((None, 0), "there are no probabilities of tokens that could be lowered"),
-    "frequency_penalty": ((None, 0), "there are no probabilities of tokens that could be lowered"),
-    "logit_bias": ((None, {}), "a CALM model has no logits"),
-    "suffix": ((None, ""), "texts are continued at their end only"),
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # field: (values without effect, which are accepted, reason)
+    "logprobs": ((None,), "CALM models sample vectors and have no token probabilities; omit it"),
+    "top_p": ((None, 1), "CALM models sample vectors and have no token probabilities to truncate; use temperature"),
+    "best_of": ((None, 1), "completions cannot be ranked without token probabilities; use n"),
+    "presence_penalty": ((None, 0), "CALM models have no token probabilities to penalize; omit it"),
+    "frequency_penalty": ((None, 0), "CALM models have no token probabilities to penalize; omit it"),
+    "logit_bias": ((None, {}), "CALM models have no logits; omit it"),
+    "suffix": ((None, ""), "text can only be appended to a prompt, not inserted; omit it"),
 }
 
 
-def _well_formed(text: str) -> str:
-    """JSON can name halves of characters, which no text has."""
+def _check_surrogates(text: str) -> str:
+    """JSON escapes can encode lone surrogates, which are not valid text."""
     if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise ValueError("it has half a character (a lone surrogate)")
+        raise ValueError("the string contains a lone surrogate")
     return text
 
 
-String = Annotated[str, Field(strict=True), AfterValidator(_well_formed)]
+String = Annotated[str, Field(strict=True), AfterValidator(_check_surrogates)]
 Number = StrictInt | StrictFloat
 TokenId = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
-Few = Field(fail_fast=True)  # a long list that is wrong is wrong at its first element: others cost seconds
-Strings = Annotated[list[String], Few]
-TokenIds = Annotated[list[TokenId], Few]
+FailFast = Field(fail_fast=True)  # stop at the first invalid element: reporting all of a long list takes seconds
+Strings = Annotated[list[String], FailFast]
+TokenIds = Annotated[list[TokenId], FailFast]
 
 
 class StreamOptions(BaseModel):
@@ -55,99 +55,113 @@ class CompletionRequest(BaseModel):
         },
     )
 
-    model: String = Field(max_length=256, description="One of /v1/models.")
-    prompt: String | Strings | TokenIds | Annotated[list[TokenIds], Few] | None = Field(
-        None, description="A text, several, or token ids; by default the empty text."
+    model: String = Field(max_length=256, description="ID of a model listed at /v1/models.")
+    prompt: String | Strings | TokenIds | Annotated[list[TokenIds], FailFast] | None = Field(
+        None, description="A string or a list of token ids, or a list of either. Defaults to the empty string."
     )
-    max_tokens: Annotated[int, Field(strict=True, ge=1)] | None = Field(None, description="By default 16, as OpenAI's.")
+    max_tokens: Annotated[int, Field(strict=True, ge=1)] | None = Field(
+        None, description="Maximum number of new tokens per completion. Defaults to 16, as in OpenAI's API."
+    )
     temperature: Annotated[float, Field(strict=True, gt=0, le=2, allow_inf_nan=False)] | None = Field(
         None,
-        description="Above 0 and at most 1, for models with a chain head and Transformers also more; 1 by default.",
+        description="Sampling temperature, above 0 and at most 1. Models with a chain head and Transformers accept "
+        "values up to 2. Defaults to 1.",
     )
-    n: Annotated[int, Field(strict=True, ge=1)] | None = Field(None, description="Texts for each prompt.")
-    stop: String | Strings | None = Field(None, description="Where texts end; not part of them.")
+    n: Annotated[int, Field(strict=True, ge=1)] | None = Field(
+        None, description="Number of completions per prompt. Defaults to 1."
+    )
+    stop: String | Strings | None = Field(
+        None, description="Stop strings. Generation ends at the first one, which is not part of the completion."
+    )
     seed: Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)] | None = Field(
-        None, description="The same seed, the same noise, whoever else is served."
+        None, description="Random seed. The noise depends on the seed only, not on other requests."
     )
-    stream: StrictBool | None = Field(None, description="An event for each chunk.")
+    stream: StrictBool | None = Field(None, description="Whether to stream the completion, one event per chunk.")
     stream_options: StreamOptions | None = None
-    echo: StrictBool | None = Field(None, description="Begin with the prompt.")
-    user: String | None = Field(None, description="Taken and not used.")
+    echo: StrictBool | None = Field(None, description="Whether to prepend the prompt to the completion.")
+    user: String | None = Field(None, description="Accepted and ignored.")
     num_candidates: Annotated[int, Field(strict=True, ge=1)] | None = Field(
-        None, description="Ours: draws for each chunk at a low temperature."
+        None, description="Extension: number of candidates per chunk for temperatures below 1."
     )
-    method: Method | None = Field(None, description="Ours: how a temperature is made; docs/sampling.md.")
-    logprobs: StrictInt | None = Field(None, description="Cannot work: refused.")
-    top_p: Number | None = Field(None, description="Only 1.")
-    best_of: StrictInt | None = Field(None, description="Only 1.")
-    presence_penalty: Number | None = Field(None, description="Only 0.")
-    frequency_penalty: Number | None = Field(None, description="Only 0.")
-    logit_bias: dict[str, Number] | None = Field(None, description="Only empty.")
-    suffix: String | None = Field(None, description="Only empty.")
+    method: Method | None = Field(
+        None, description="Extension: algorithm for temperatures below 1; see docs/sampling.md."
+    )
+    logprobs: StrictInt | None = Field(None, description="Not supported.")
+    top_p: Number | None = Field(None, description="Not supported, except for 1.")
+    best_of: StrictInt | None = Field(None, description="Not supported, except for 1.")
+    presence_penalty: Number | None = Field(None, description="Not supported, except for 0.")
+    frequency_penalty: Number | None = Field(None, description="Not supported, except for 0.")
+    logit_bias: dict[str, Number] | None = Field(None, description="Not supported, except for an empty object.")
+    suffix: String | None = Field(None, description="Not supported, except for an empty string.")
 
 
-def check_possible(request: CompletionRequest) -> None:
-    """Refuse what a CALM model cannot do, and say why."""
-    for field, (neutral, reason) in NEUTRAL.items():
-        if (value := getattr(request, field)) not in neutral:
-            message = f"{field} = {shown(value)} cannot work: {reason}"
+def check_supported(request: CompletionRequest) -> None:
+    """Raise ApiError for fields that CALM models do not support."""
+    for field, (accepted, reason) in UNSUPPORTED.items():
+        if (value := getattr(request, field)) not in accepted:
+            message = f"{field} = {truncated_repr(value)} is not supported: {reason}"
             raise ApiError(400, message, param=field, code="unsupported_value")
     if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options is for streams; set stream to true", param="stream_options")
+        raise ApiError(400, "stream_options requires streaming; set stream to true", param="stream_options")
 
 
-def prompts_of(request: CompletionRequest, tokenizer: Tokenizer, limits: Limits) -> list[tuple[str, list[int]]]:
-    """The prompts as text and as ids."""
-    given = "" if request.prompt is None else request.prompt
-    if isinstance(given, str):
-        texts: list[Any] = [given]
-    elif not given:
-        raise ApiError(400, "prompt is an empty list; give a text, which may be empty", param="prompt")
+def parse_prompts(request: CompletionRequest, tokenizer: Tokenizer, limits: Limits) -> list[tuple[str, list[int]]]:
+    """The text and the token ids of each prompt."""
+    prompt = "" if request.prompt is None else request.prompt
+    if isinstance(prompt, str):
+        prompts: list[Any] = [prompt]
+    elif not prompt:
+        raise ApiError(400, "prompt is an empty list; pass a string, which may be empty", param="prompt")
     else:
-        texts = [given] if isinstance(given[0], int) else list(given)
-    check_limit("n times the number of prompts", (request.n or 1) * len(texts), limits.max_texts)
+        prompts = [prompt] if isinstance(prompt[0], int) else list(prompt)
+    check_limit("n times the number of prompts", (request.n or 1) * len(prompts), limits.max_sequences)
     return [
-        (text, tokenizer.encode(text)) if isinstance(text, str) else (_decoded(text, tokenizer), list(text))
-        for text in texts
+        (each, tokenizer.encode(each)) if isinstance(each, str) else (_decode(each, tokenizer), list(each))
+        for each in prompts
     ]
 
 
-def _decoded(ids: list[int], tokenizer: Tokenizer) -> str:
+def _decode(ids: list[int], tokenizer: Tokenizer) -> str:
     if ids and max(ids) >= tokenizer.vocab_size:
-        message = f"prompt has token {max(ids)}, and the vocabulary {tokenizer.vocab_size} tokens"
+        message = f"token id {max(ids)} is out of range: the vocabulary has {tokenizer.vocab_size:,} entries"
         raise ApiError(400, message, param="prompt")
     return tokenizer.decode(ids)
 
 
-def check_limit(name: str, value: int, most: int) -> None:
-    if value > most:
-        raise ApiError(400, f"{name} is {value}, and this server takes at most {most}", code="limit_exceeded")
+def check_limit(name: str, value: int, limit: int) -> None:
+    if value > limit:
+        raise ApiError(400, f"{name} is {value}, but this server accepts at most {limit}", code="limit_exceeded")
 
 
-def jobs_of(
+def build_sequences(
     request: CompletionRequest, prompts: list[tuple[str, list[int]]], tokenizer: Tokenizer, limits: Limits
-) -> list[Job]:
-    """A job for each text that a request asks for, in OpenAI's order: all of the first prompt, then the second."""
-    count, length = request.n or 1, request.max_tokens or 16
-    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    longest = max(len(ids) for _, ids in prompts)
-    for name, value, most in (
-        ("max_tokens", length, limits.max_new_tokens),
+) -> list[SequenceState]:
+    """The n sequences of each prompt, in OpenAI's order: all of the first prompt, then all of the second."""
+    n, max_tokens = request.n or 1, request.max_tokens or 16
+    stop_strings = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    prompt_length = max(len(ids) for _, ids in prompts)
+    for name, value, limit in (
+        ("max_tokens", max_tokens, limits.max_new_tokens),
         ("num_candidates", request.num_candidates or 1, limits.max_candidates),
-        ("the number of tokens of a prompt", longest, limits.max_prompt_tokens),
-        ("the number of stop strings", len(stops), limits.max_stops),
-        ("the length of a stop string", max(map(len, stops), default=0), limits.max_stop_length),
+        ("the number of prompt tokens", prompt_length, limits.max_prompt_tokens),
+        ("the number of stop strings", len(stop_strings), limits.max_stop_strings),
+        ("the length of a stop string", max(map(len, stop_strings), default=0), limits.max_stop_length),
     ):
-        check_limit(name, value, most)
+        check_limit(name, value, limit)
     temperature = 1.0 if request.temperature is None else request.temperature
     seed = secrets.randbits(62) if request.seed is None else request.seed % 2**64
-    deadline, events = time.monotonic() + limits.max_seconds, asyncio.Queue()
+    deadline, outputs = time.monotonic() + limits.max_seconds, asyncio.Queue()
+    num_candidates = request.num_candidates or (limits.max_candidates if request.method == "exact" else None)
     try:
-        limited = request.num_candidates or (limits.max_candidates if request.method == "exact" else None)
-        sampling = Sampling(temperature, limited, request.method)
+        sampling = Sampling(temperature, num_candidates, request.method)
         return [
-            Job(Text(ids, noise_seed(seed, number), length, sampling), GrowingText(tokenizer, stops), deadline, events)
-            for number, ids in enumerate(ids for _, ids in prompts for _ in range(count))
+            SequenceState(
+                Text(ids, noise_seed(seed, number), max_tokens, sampling),
+                GrowingText(tokenizer, stop_strings),
+                deadline,
+                outputs,
+            )
+            for number, ids in enumerate(ids for _, ids in prompts for _ in range(n))
         ]
     except ConfigError as error:
         raise ApiError(400, str(error)) from error

@@ -1,4 +1,4 @@
-"""The process around the application: a socket, signals, an end that loses nothing."""
+"""The server process: loading models, socket, timeouts, signals, and graceful shutdown."""
 
 import resource
 import socket
@@ -16,89 +16,94 @@ from calm.sampling.text import Writer
 from calm.serve.limits import Limits
 from calm.serve.server import create_app
 
-GRACE = 0.5  # seconds in which requests that are on their way are still answered, if only by a refusal
-MOST_CONNECTIONS = 2048
-OTHER_FILES = 256
+DRAIN_SECONDS = 0.5  # minimum time between signal and exit, in which late requests still get a 503
+MAX_CONNECTIONS = 2048
+OTHER_FILES = 256  # file descriptors besides connections
 
 
-def load_writers(model: Path, baseline: Path | None) -> dict[str, Writer]:
-    """Models by the names that they are served under."""
-    found: dict[str, Writer] = {}
+def load_engines(model: Path, baseline: Path | None) -> dict[str, Writer]:
+    """Load the model and the optional baseline. Returns them by the model names of the API."""
+    engines: dict[str, Writer] = {}
     for directory in [model] if baseline is None else [model, baseline]:
-        name = name_of(directory)
-        found[name if name not in found else f"{name}-baseline"] = Writer(located(directory), default_device())
-    return found
+        name = model_name(directory)
+        engines[name if name not in engines else f"{name}-baseline"] = Writer(located(directory), default_device())
+    return engines
 
 
-def name_of(directory: Path) -> str:
-    """That of the directory; of runs/NAME/model it is NAME."""
+def model_name(directory: Path) -> str:
+    """The name of the directory, or NAME for runs/NAME/model."""
     path = directory if str(directory) == "bundled" else directory.resolve()
     return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
 def bind(host: str, port: int, has_keys: bool, open_to_all: bool) -> socket.socket:
-    """A socket to listen on; without keys on this machine only, unless told otherwise."""
+    """A bound socket. Without API keys only loopback addresses are allowed, unless `open_to_all` is set."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
-        raise UserError(f"--host {host!r} is no address of this machine: {error}") from error
+        raise UserError(f"cannot resolve --host {host!r}: {error}; use an address of this machine") from error
     loopback = str(address[0]).startswith("127.") or address[0] == "::1"
     if not (loopback or has_keys or open_to_all):
         raise UserError(
-            f"--host {host} lets other machines in, and there is no API key: set --api-key (or CALM_API_KEY), or say "
-            "--open-to-all"
+            f"--host {host} accepts connections from other machines, but no API key is set: set --api-key (or "
+            "CALM_API_KEY), or pass --open-to-all"
         )
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind(address)
+        listener.bind(address)
     except OSError as error:
-        listening.close()
+        listener.close()
         raise UserError(f"cannot listen on {host} port {port}: {error.strerror}; try another --port") from error
-    return listening
+    return listener
 
 
-class Patient(H11Protocol):
-    """A connection on which no request begins for a while is closed, however slowly bytes drip in; one whose client
-    reads nothing is cut off.
+class TimeoutProtocol(H11Protocol):
+    """HTTP protocol with timeouts against slow clients.
+
+    A connection is closed if no complete request head arrives within `receive_timeout`, even if single bytes do. It is
+    aborted if the client does not read its response for `send_timeout`.
     """
 
     limits = Limits()
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.until = self.loop.call_later(self.limits.patience, self._still_nothing)
-        self.unread = self.until  # the timer of what waits to be read
+        self.receive_timer = self.loop.call_later(self.limits.receive_timeout, self._on_receive_timeout)
+        self.send_timer = self.receive_timer  # replaced once the send buffer is full
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.until.cancel()
-        self.unread.cancel()
+        self.receive_timer.cancel()
+        self.send_timer.cancel()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.unread = self.loop.call_later(self.limits.stalled, self.transport.abort)
+        self.send_timer = self.loop.call_later(self.limits.send_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self.unread.cancel()
+        self.send_timer.cancel()
         super().resume_writing()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self.until.cancel()
-        self.until = self.loop.call_later(self.limits.patience, self._still_nothing)
+        self.receive_timer.cancel()
+        self.receive_timer = self.loop.call_later(self.limits.receive_timeout, self._on_receive_timeout)
 
-    def _still_nothing(self) -> None:
+    def _on_receive_timeout(self) -> None:
         if self.cycle is None or self.cycle.response_complete:
-            self.transport.close()  # when all is sent
-            self.unread.cancel()
-            self.unread = self.loop.call_later(self.limits.stalled, self.transport.abort)
+            self.transport.close()  # flushes the send buffer first
+            self.send_timer.cancel()
+            self.send_timer = self.loop.call_later(self.limits.send_timeout, self.transport.abort)
 
 
 class Server(uvicorn.Server):
-    """At the first signal nothing more is taken on, and the end comes when all is answered; at the second at once."""
+    """Drains at the first signal: rejects new requests, finishes the others, then exits.
 
-    drained_at: float | None = None
+    A second signal exits immediately.
+    """
+
+    draining_since: float | None = None
 
     @property
     def schedulers(self) -> list[Any]:
@@ -106,43 +111,44 @@ class Server(uvicorn.Server):
         return list(app.state.schedulers.values())
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        if self.drained_at is not None:
+        if self.draining_since is not None:
             self.should_exit = self.force_exit = True
             return
-        self.drained_at = time.monotonic()
+        self.draining_since = time.monotonic()
         for scheduler in self.schedulers:
-            scheduler.draining = True  # no lock in a signal handler; on_tick wakes them
+            scheduler.draining = True  # a signal handler must not take the lock; on_tick notifies the threads
 
     async def on_tick(self, counter: int) -> bool:
-        if self.drained_at is not None:
+        if self.draining_since is not None:
             for scheduler in self.schedulers:
                 scheduler.drain()
-            if time.monotonic() - self.drained_at > GRACE and all(scheduler.idle for scheduler in self.schedulers):
+            elapsed = time.monotonic() - self.draining_since
+            if elapsed > DRAIN_SECONDS and all(scheduler.idle for scheduler in self.schedulers):
                 self.should_exit = True
         return await super().on_tick(counter)
 
 
-def allow_connections() -> None:
-    """As many open files as connections, where the system lets us have them."""
+def raise_file_limit() -> None:
+    """Raise the soft limit on open files to fit MAX_CONNECTIONS, as far as the hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_CONNECTIONS + OTHER_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    target = MAX_CONNECTIONS + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < target:
+        allowed = target if hard == resource.RLIM_INFINITY else min(target, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
-def make_server(writers: dict[str, Writer], limits: Limits, keys: list[str]) -> Server:
-    app = create_app(writers, limits, keys)
+def make_server(engines: dict[str, Writer], limits: Limits, keys: list[str]) -> Server:
+    app = create_app(engines, limits, keys)
     config = uvicorn.Config(
         app,
-        http=type("Protocol", (Patient,), {"limits": limits}),
+        http=type("Protocol", (TimeoutProtocol,), {"limits": limits}),
         ws="none",
         loop="asyncio",
         log_level="warning",
         access_log=False,
         server_header=False,
-        limit_concurrency=MOST_CONNECTIONS,
+        limit_concurrency=MAX_CONNECTIONS,
         timeout_keep_alive=10,
-        timeout_graceful_shutdown=int(limits.stalled),
+        timeout_graceful_shutdown=int(limits.send_timeout),
     )
     return Server(config)

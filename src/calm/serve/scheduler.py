@@ -1,10 +1,11 @@
-"""Continuous batching: one thread lets the texts of all requests grow together.
+"""Continuous batching: one thread per model decodes the sequences of all requests in one batch.
 
-    submit ─► waiting ─► join between steps ─► a step, a chunk of every text ─► events to whoever listens
-                                  ▲                        │
-                                  └── places of texts that ended, were given up, or took too long
+    add ─► waiting queue ─► running batch ─► decoding step, one chunk per sequence ─► output queues
+                                 ▲                         │
+                                 └── slots of finished, aborted and expired sequences
 
-Texts never wait for a listener: their events lie in queues that are as long as the texts may become.
+Sequences are added and removed between steps. A slow client never blocks the batch: its outputs are queued, and
+max_new_tokens bounds the queue.
 """
 
 import asyncio
@@ -18,45 +19,51 @@ from typing import Literal, NamedTuple
 from calm.sampling.batch import Text
 from calm.sampling.predictor import check_room
 from calm.sampling.text import GrowingText, Writer
-from calm.serve.limits import Limits, shutting_down, too_busy
+from calm.serve.limits import Limits, queue_full, shutting_down
 from calm.serve.metrics import Metrics
 
-READ_AT_ONCE = 4096  # tokens of prompts that join in one step: others should not wait long
+MAX_PREFILL_TOKENS = 4096  # prompt tokens per step: a long prefill delays all running sequences
 
-Finish = Literal["stop", "length", "timeout", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
 
 
-class Event(NamedTuple):
-    """What a step brought to a text; with `finish` the last one."""
+class SequenceOutput(NamedTuple):
+    """Output of one step for one sequence. The last output has a `finish_reason`."""
 
     text: str
-    ids: list[int]
+    token_ids: list[int]
     agreement: float | None = None
-    finish: Finish | None = None
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(eq=False)
-class Job:
-    """A text on its way through the server."""
+class SequenceState:
+    """A waiting or running sequence."""
 
-    text: Text
-    growing: GrowingText
-    deadline: float  # on time.monotonic's clock
-    events: "asyncio.Queue[tuple[Job, Event]]"  # which the texts of a request share
-    submitted: float = field(default_factory=time.monotonic)
-    given_up: bool = False
+    sequence: Text
+    detokenizer: GrowingText
+    deadline: float  # time.monotonic()
+    outputs: "asyncio.Queue[tuple[SequenceState, SequenceOutput]]"  # shared by all sequences of a request
+    arrival_time: float = field(default_factory=time.monotonic)
+    aborted: bool = False
+
+
+Outputs = list[tuple[SequenceState, SequenceOutput]]
 
 
 class Scheduler:
-    """Of one model. `submit` and `give_up` are for the event loop's thread; everything else happens in its own."""
+    """Schedules the sequences of one model.
 
-    def __init__(self, name: str, writer: Writer, limits: Limits, metrics: Metrics):
-        self.name, self.writer, self.limits, self.metrics = name, writer, limits, metrics
-        self.batch = writer.batch()
-        self.waiting: deque[Job] = deque()
-        self.running: dict[int, Job] = {}  # by the id of their text
+    Call `add` and `abort` from the thread of the event loop. Decoding runs in the scheduler's own thread.
+    """
+
+    def __init__(self, name: str, engine: Writer, limits: Limits, metrics: Metrics):
+        self.name, self.engine, self.limits, self.metrics = name, engine, limits, metrics
+        self.batch = engine.batch()
+        self.waiting: deque[SequenceState] = deque()
+        self.running: dict[int, SequenceState] = {}  # by id() of the sequence
         self.draining = False
-        self.changed = threading.Condition()
+        self.condition = threading.Condition()
         self.thread = threading.Thread(target=self._run, name=f"calm-{name}", daemon=True)
         metrics.watch(name, lambda: len(self.running), lambda: len(self.waiting))
 
@@ -66,116 +73,119 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        """Its thread ends by itself only once everything is done."""
+        """False if the thread has ended before the scheduler was drained."""
         return self.thread.is_alive() or (self.draining and self.idle)
 
     @property
     def idle(self) -> bool:
         return not (self.waiting or self.running)
 
-    def check(self, text: Text) -> None:
-        """Refuse what the model cannot do, before it waits in line."""
-        text.sampling = self.writer.predictor.resolve(text.sampling)
-        check_room(self.writer.predictor, text.prompt, text.max_new_tokens)
+    def validate(self, sequence: Text) -> None:
+        """Raise ConfigError if the model does not support the sampling parameters or the length."""
+        sequence.sampling = self.engine.predictor.resolve(sequence.sampling)
+        check_room(self.engine.predictor, sequence.prompt, sequence.max_new_tokens)
 
-    def submit(self, jobs: list[Job]) -> None:
-        """All texts of a request, or none."""
-        with self.changed:
+    def add(self, states: list[SequenceState]) -> None:
+        """Append all sequences of a request to the waiting queue, or raise ApiError and append none."""
+        with self.condition:
             if self.draining:
                 raise shutting_down()
-            free = self.limits.max_batch - len(self.running)
-            if len(self.waiting) + len(jobs) > self.limits.max_queue + max(0, free):
-                self.metrics.refused.labels(self.name).inc(len(jobs))
-                raise too_busy(f"{len(self.waiting)} texts wait already, and at most {self.limits.max_queue} may")
-            self.waiting.extend(jobs)
-            self.changed.notify()
+            free_slots = self.limits.max_batch - len(self.running)
+            if len(self.waiting) + len(states) > self.limits.max_queue + max(0, free_slots):
+                self.metrics.rejected.labels(self.name).inc(len(states))
+                waiting, limit = len(self.waiting), self.limits.max_queue
+                raise queue_full(f"the queue is full ({waiting} sequences are waiting, limit {limit}); retry later")
+            self.waiting.extend(states)
+            self.condition.notify()
 
-    def give_up(self, jobs: Iterable[Job]) -> None:
-        """Nobody listens any more: places are free at the next step."""
-        for job in jobs:
-            job.given_up = True
+    def abort(self, states: Iterable[SequenceState]) -> None:
+        """Abort sequences. They are removed before the next step."""
+        for state in states:
+            state.aborted = True
 
     def drain(self) -> None:
-        """Finish what was taken on, and end."""
-        with self.changed:
+        """Accept no new sequences, finish the waiting and running ones, then end the thread."""
+        with self.condition:
             self.draining = True
-            self.changed.notify()
+            self.condition.notify()
 
     def _run(self) -> None:
         while True:
-            with self.changed:
+            with self.condition:
                 while self.idle and not self.draining:
-                    self.changed.wait()
+                    self.condition.wait()
                 if self.idle:
                     return
-                told = self._let_go()
-                self._let_in()
+                outputs = self._remove_aborted_and_expired()
+                self._schedule_waiting()
             if self.running:
-                told += self._step()
-            self._tell(told)
+                outputs += self._step()
+            self._publish(outputs)
 
-    def _let_go(self) -> list[tuple[Job, Event]]:
-        """Texts that nobody waits for, or for too long, end where they are."""
-        now, told, kept = time.monotonic(), [], deque()
-        for job in self.waiting:
-            if job.given_up or now > job.deadline:
-                told.append((job, Event("", [], finish="cancelled" if job.given_up else "timeout")))
+    def _remove_aborted_and_expired(self) -> Outputs:
+        now, outputs, kept = time.monotonic(), [], deque()
+        for state in self.waiting:
+            if state.aborted or now > state.deadline:
+                reason: FinishReason = "cancelled" if state.aborted else "timeout"
+                outputs.append((state, SequenceOutput("", [], finish_reason=reason)))
             else:
-                kept.append(job)
+                kept.append(state)
         self.waiting = kept
-        for job in [job for job in self.running.values() if job.given_up or now > job.deadline]:
-            finish: Finish = "cancelled" if job.given_up else "timeout"
-            told.append((job, Event(job.growing.finish(), [], finish=finish)))
-            self._end(job)
-        return told
+        for state in [state for state in self.running.values() if state.aborted or now > state.deadline]:
+            reason = "cancelled" if state.aborted else "timeout"
+            outputs.append((state, SequenceOutput(state.detokenizer.finish(), [], finish_reason=reason)))
+            self._remove(state)
+        return outputs
 
-    def _let_in(self) -> None:
+    def _schedule_waiting(self) -> None:
+        """Move sequences from the waiting queue to the batch while there are free slots."""
         tokens = 0
         while self.waiting and len(self.running) < self.limits.max_batch:
-            tokens += len(self.waiting[0].text.prompt)
-            if tokens > READ_AT_ONCE and self.batch.joining:
+            tokens += len(self.waiting[0].sequence.prompt)
+            if tokens > MAX_PREFILL_TOKENS and self.batch.joining:
                 break
-            job = self.waiting.popleft()
-            self.batch.join([job.text])
-            self.running[id(job.text)] = job
+            state = self.waiting.popleft()
+            self.batch.join([state.sequence])
+            self.running[id(state.sequence)] = state
 
-    def _step(self) -> list[tuple[Job, Event]]:
-        began = time.monotonic()
+    def _step(self) -> Outputs:
+        started = time.monotonic()
         try:
-            grown = self.batch.step()
-        except Exception as error:  # a broken model or no memory: those that run are lost, the server is not
-            lost, self.running, self.batch = self.running, {}, self.writer.batch()
-            reason = str(error) or repr(error)
-            return [(job, Event(reason, [], finish="error")) for job in lost.values()]
+            step_outputs = self.batch.step()
+        except Exception as error:  # e.g. out of memory: fail the running sequences, keep the server alive
+            failed, self.running, self.batch = self.running, {}, self.engine.batch()
+            message = str(error) or repr(error)
+            return [(state, SequenceOutput(message, [], finish_reason="error")) for state in failed.values()]
         now = time.monotonic()
-        told = []
-        for text, ids, agreement in grown:
-            job = self.running[id(text)]
-            if len(text.new) == len(ids):
-                self.metrics.first_chunk.labels(self.name).observe(now - job.submitted)
-            shown = job.growing.push(ids)
-            finish: Finish | None = None
-            if text.met_end or job.growing.stopped:
-                finish = "stop"
-            elif text.ended:
-                finish = "length"
-            if finish is not None:
-                shown += job.growing.finish()
-                self._end(job)
-            told.append((job, Event(shown, ids, agreement, finish)))
-        self.metrics.step(self.name, now - began, len(grown), sum(len(step.ids) for step in grown))
-        return told
+        outputs = []
+        for sequence, token_ids, agreement in step_outputs:
+            state = self.running[id(sequence)]
+            if len(sequence.new) == len(token_ids):
+                self.metrics.first_chunk.labels(self.name).observe(now - state.arrival_time)
+            text = state.detokenizer.push(token_ids)
+            reason: FinishReason | None = None
+            if sequence.met_end or state.detokenizer.stopped:
+                reason = "stop"
+            elif sequence.ended:
+                reason = "length"
+            if reason is not None:
+                text += state.detokenizer.finish()
+                self._remove(state)
+            outputs.append((state, SequenceOutput(text, token_ids, agreement, reason)))
+        num_tokens = sum(len(output.ids) for output in step_outputs)
+        self.metrics.observe_step(self.name, now - started, len(step_outputs), num_tokens)
+        return outputs
 
-    def _end(self, job: Job) -> None:
-        self.batch.leave([job.text])
-        del self.running[id(job.text)]
+    def _remove(self, state: SequenceState) -> None:
+        self.batch.leave([state.sequence])
+        del self.running[id(state.sequence)]
 
-    def _tell(self, told: list[tuple[Job, Event]]) -> None:
-        """One call a step for all listeners: each wakes the event loop."""
+    def _publish(self, outputs: Outputs) -> None:
+        """Put outputs into their queues, with one call per step: each call wakes the event loop."""
 
-        def deliver() -> None:
-            for job, event in told:
-                job.events.put_nowait((job, event))
+        def put_all() -> None:
+            for state, output in outputs:
+                state.outputs.put_nowait((state, output))
 
-        if told and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(deliver)
+        if outputs and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(put_all)

@@ -1,4 +1,4 @@
-"""The application: OpenAI's completions, the models, health, metrics, and the page to play with."""
+"""The ASGI application: OpenAI-compatible API, health checks, metrics, and the playground."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,44 +13,51 @@ from starlette.exceptions import HTTPException
 
 from calm import __version__
 from calm.sampling.text import Writer
-from calm.serve.completions import complete
-from calm.serve.guard import Guard, Keys
-from calm.serve.limits import MOST_SHOWN, ApiError, Limits, error_body, shown
+from calm.serve.completions import create_completion
+from calm.serve.guard import ApiKeys, BodyLimitMiddleware
+from calm.serve.limits import MAX_QUOTED_CHARS, ApiError, Limits, error_body, truncated_repr
 from calm.serve.metrics import Metrics
 from calm.serve.requests import CompletionRequest
 from calm.serve.scheduler import Scheduler
 
 PAGES = {name: (files("calm") / "serve" / "playground" / f"{name}.html").read_text() for name in ("index", "docs")}
-OF_PAGES = {  # they need nothing from elsewhere, and nobody may put them into a frame
+PAGE_HEADERS = {  # the pages load nothing from other hosts and must not be framed
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-ANSWERS: dict[int | str, dict[str, Any]] = {
+COMPLETION_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The texts, whole or, with stream, as server-sent events that end with [DONE].",
+        "description": "The completions as JSON, or as server-sent events ending with [DONE] if stream is true.",
         "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
     }
 }
-ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"description": "The request cannot be served as it is; the message says why."},
-    401: {"description": "No valid API key."},
-    404: {"description": "No such model."},
-    408: {"description": "The body came too slowly."},
-    413: {"description": "The body is too long."},
-    429: {"description": "Too many texts wait; Retry-After says when to come again."},
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    400: {"description": "Invalid or unsupported request; the message gives the reason."},
+    401: {"description": "Missing or invalid API key."},
+    404: {"description": "Unknown model."},
+    408: {"description": "The request body did not arrive in time."},
+    413: {"description": "The request body is too large."},
+    429: {"description": "The waiting queue is full; retry after Retry-After seconds."},
     500: {"description": "The model failed."},
     503: {"description": "The server is shutting down."},
 }
 
 
 def create_app(
-    writers: dict[str, Writer], limits: Limits, keys: list[str], scheduler: type[Scheduler] = Scheduler
+    engines: dict[str, Writer], limits: Limits, keys: list[str], scheduler_class: type[Scheduler] = Scheduler
 ) -> FastAPI:
-    """An application that serves models by name; the first is the one to play with, a second its baseline."""
-    metrics, lock = Metrics(), Keys(keys)
-    schedulers = {name: scheduler(name, writer, limits, metrics) for name, writer in writers.items()}
+    """Create the application.
+
+    Args:
+        engines: Models by name. The playground shows them side by side, in this order.
+        limits: Request limits.
+        keys: Valid API keys; empty to disable authentication.
+        scheduler_class: Called with (name, engine, limits, metrics) for each model.
+    """
+    metrics, api_keys = Metrics(), ApiKeys(keys)
+    schedulers = {name: scheduler_class(name, engine, limits, metrics) for name, engine in engines.items()}
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -62,73 +69,80 @@ def create_app(
 
     app = FastAPI(title="calm", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.schedulers = schedulers
-    app.add_middleware(Guard, limits=limits, count=lambda path, status: metrics.requests.labels(path, status).inc())
+
+    def count_response(path: str, status: int) -> None:
+        metrics.requests.labels(path, status).inc()
+
+    app.add_middleware(BodyLimitMiddleware, limits=limits, count=count_response)
 
     def authorized(authorization: Annotated[str | None, Header()] = None) -> None:
-        lock.check(authorization)
+        api_keys.check(authorization)
 
-    @app.post("/v1/completions", dependencies=[Depends(authorized)], responses=ANSWERS | ERRORS, tags=["OpenAI"])
-    async def completions(asked: CompletionRequest, http: Request) -> Response:
-        """Continue a text by chunks of K tokens, whole or as a stream."""
-        return await complete(http, asked, _known(asked.model), limits)
+    responses = COMPLETION_RESPONSES | ERROR_RESPONSES
 
-    @app.get("/v1/models", dependencies=[Depends(authorized)], responses={401: ERRORS[401]}, tags=["OpenAI"])
+    @app.post("/v1/completions", dependencies=[Depends(authorized)], responses=responses, tags=["OpenAI"])
+    async def completions(request: CompletionRequest, raw_request: Request) -> Response:
+        """Complete a prompt, in chunks of K tokens. The response is a single JSON object or a stream."""
+        return await create_completion(request, raw_request, get_scheduler(request.model), limits)
+
+    @app.get("/v1/models", dependencies=[Depends(authorized)], responses={401: ERROR_RESPONSES[401]}, tags=["OpenAI"])
     async def models() -> dict[str, Any]:
-        """What is served."""
-        return {"object": "list", "data": [_described(scheduler, limits) for scheduler in schedulers.values()]}
+        """List the served models."""
+        return {"object": "list", "data": [_model_info(scheduler, limits) for scheduler in schedulers.values()]}
 
-    no_model: dict[int | str, dict[str, Any]] = {401: ERRORS[401], 404: ERRORS[404]}
+    model_errors: dict[int | str, dict[str, Any]] = {status: ERROR_RESPONSES[status] for status in (401, 404)}
 
-    @app.get("/v1/models/{name:path}", dependencies=[Depends(authorized)], responses=no_model, tags=["OpenAI"])
+    @app.get("/v1/models/{name:path}", dependencies=[Depends(authorized)], responses=model_errors, tags=["OpenAI"])
     async def model(name: str) -> dict[str, Any]:
-        """One of the models."""
-        return _described(_known(name), limits)
+        """Describe one model."""
+        return _model_info(get_scheduler(name), limits)
 
-    @app.get("/health", tags=["operation"], responses={503: {"description": "A model's thread has ended."}})
+    @app.get("/health", tags=["operation"], responses={503: {"description": "The thread of a model has died."}})
     async def health() -> Response:
-        """Whether the process should live on."""
+        """Liveness check: restart the process if this fails."""
         alive = all(scheduler.alive for scheduler in schedulers.values())
         return JSONResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
 
-    @app.get("/ready", tags=["operation"], responses={503: {"description": "It is shutting down."}})
+    @app.get("/ready", tags=["operation"], responses={503: {"description": "The server is shutting down."}})
     async def ready() -> Response:
-        """Whether requests should be sent here."""
+        """Readiness check: send no requests while this fails."""
         draining = any(scheduler.draining for scheduler in schedulers.values())
         return JSONResponse({"status": "draining" if draining else "ready"}, 503 if draining else 200)
 
     @app.get("/metrics", tags=["operation"], response_class=PlainTextResponse)
     async def prometheus() -> Response:
-        """For Prometheus."""
-        return Response(metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        """Prometheus metrics."""
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     for path, name in (("/", "index"), ("/docs", "docs")):
         app.get(path, include_in_schema=False)(_page(name))
 
-    def _known(name: str) -> Scheduler:
+    def get_scheduler(name: str) -> Scheduler:
         if name not in schedulers:
-            message = f"no model {name[:100]!r} is served here, only {', '.join(schedulers)}"
+            quoted = repr(name[:MAX_QUOTED_CHARS])
+            message = f"the model {quoted} does not exist; available models: {', '.join(schedulers)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return schedulers[name]
 
-    for described in app.openapi()["paths"].values():  # kept by FastAPI, which says 422 where we say 400
-        for operation in described.values():
+    for methods in app.openapi()["paths"].values():  # FastAPI documents 422 for validation errors, which are 400 here
+        for operation in methods.values():
             operation["responses"].pop("422", None)
-    app.exception_handler(ApiError)(_tell)
-    app.exception_handler(RequestValidationError)(_invalid)
-    app.exception_handler(HTTPException)(_other)
-    app.exception_handler(Exception)(_failed)
+    app.exception_handler(ApiError)(_api_error)
+    app.exception_handler(RequestValidationError)(_validation_error)
+    app.exception_handler(HTTPException)(_http_error)
+    app.exception_handler(Exception)(_internal_error)
     return app
 
 
-def _described(scheduler: Scheduler, limits: Limits) -> dict[str, Any]:
-    """OpenAI's fields, and what the page needs to know."""
-    config = scheduler.writer.model.config
+def _model_info(scheduler: Scheduler, limits: Limits) -> dict[str, Any]:
+    """OpenAI's model fields, plus the fields that the playground needs."""
+    config = scheduler.engine.model.config
     return {
         "id": scheduler.name,
         "object": "model",
         "created": 0,
         "owned_by": "calm",
-        "chunk_size": scheduler.writer.predictor.chunk_size,
+        "chunk_size": scheduler.engine.predictor.chunk_size,
         "head": getattr(config, "head", "softmax"),
         "max_tokens": limits.max_new_tokens,
         "max_candidates": limits.max_candidates,
@@ -137,33 +151,33 @@ def _described(scheduler: Scheduler, limits: Limits) -> dict[str, Any]:
 
 def _page(name: str):
     async def page() -> HTMLResponse:
-        return HTMLResponse(PAGES[name], headers=OF_PAGES)
+        return HTMLResponse(PAGES[name], headers=PAGE_HEADERS)
 
     return page
 
 
-async def _tell(_: Request, error: Any) -> JSONResponse:
+async def _api_error(_: Request, error: Any) -> JSONResponse:
     return JSONResponse(error.body, error.status, error.headers)
 
 
-async def _invalid(_: Request, error: Any) -> JSONResponse:
-    """The first thing that is wrong with a body, by its name."""
+async def _validation_error(_: Request, error: Any) -> JSONResponse:
+    """Report the first validation error of a request body."""
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    param = place[0][:MOST_SHOWN] if place and not place[0].isdigit() else None
+    location = [str(part) for part in first["loc"] if part != "body"]
+    param = location[0][:MAX_QUOTED_CHARS] if location and not location[0].isdigit() else None
     if first["type"] == "extra_forbidden":
-        message = f"there is no field {shown('.'.join(place))}"
+        message = f"unknown field {truncated_repr('.'.join(location))}; see /docs for the supported fields"
     elif first["type"] == "json_invalid":
-        param, message = None, "the body is not JSON"
+        param, message = None, "the request body is not valid JSON"
     else:
         message = f"{param or 'body'}: {first['msg']}"
     return JSONResponse(error_body(message, "invalid_request_error", param), 400)
 
 
-async def _other(_: Request, error: Any) -> JSONResponse:
-    """Unknown paths and methods, bodies that no parser takes."""
+async def _http_error(_: Request, error: Any) -> JSONResponse:
+    """Unknown paths and methods, and bodies that cannot be parsed."""
     return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code, error.headers)
 
 
-async def _failed(_: Request, error: Any) -> JSONResponse:
-    return JSONResponse(error_body("the server failed; its log says more", "server_error"), 500)
+async def _internal_error(_: Request, error: Any) -> JSONResponse:
+    return JSONResponse(error_body("internal server error; see the server log", "server_error"), 500)
