@@ -1,4 +1,4 @@
-"""Parts of HTML pages that stand alone: style, tables, pictures inside of the page."""
+"""Building blocks of self-contained HTML pages: style, tables, and embedded images."""
 
 import base64
 from html import escape
@@ -17,6 +17,7 @@ pre { background: var(--soft); padding: .6rem .8rem; border-radius: .4rem; overf
 
 
 def page(title: str, body: str, style: str = "") -> str:
+    """A complete HTML page; `body` is inserted without escaping."""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title><style>{STYLE}{style}</style></head><body>
@@ -26,10 +27,12 @@ def page(title: str, body: str, style: str = "") -> str:
 
 
 def image(png: bytes, description: str) -> str:
+    """An <img> element with an embedded PNG."""
     return f'<img alt="{escape(description)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A <table> element; cells are escaped."""
+    lines = ["".join(f"<th>{escape(cell)}</th>" for cell in header)]
     lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

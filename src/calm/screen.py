@@ -1,4 +1,4 @@
-"""What long work tells while it runs; the console shows it, tests listen."""
+"""Progress reporting interface of long-running commands, implemented by the console."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 
 class Screen(Protocol):
+    """Receives progress. The context managers yield the callbacks of the respective stage."""
+
     def stage(self, number: int, total: int, title: str, note: str) -> None: ...
 
     def preparation(self) -> AbstractContextManager[Callable[[Any], None]]: ...

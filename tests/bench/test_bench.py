@@ -1,4 +1,4 @@
-"""The instruments of `calm bench`, not what they measure: times are for benchmarks."""
+"""Tests of the benchmark code; they do not check the measured times."""
 
 import json
 
@@ -20,19 +20,19 @@ TINY = (
 )
 
 
-def test_ways_take_turns():
+def test_functions_run_in_turn():
     seen = []
     times = take_turns({"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, 3)
-    assert seen == ["a", "b"] * 4  # one round before warms up
+    assert seen == ["a", "b"] * 4  # including one warm-up round
     assert [len(values) for values in times.values()] == [3, 3]
 
 
-def test_rows_have_medians_and_spread():
+def test_rows_have_median_minimum_and_maximum():
     assert row("x", [3.0, 1.0, 2.0], "ms") == ("x", 2.0, 1.0, 3.0, "ms")
     assert ratios([4.0, 9.0], [2.0, 3.0]) == [2.0, 3.0]
 
 
-def test_products_are_those_of_the_computation():
+def test_recorded_matmuls():
     left, right, bias = torch.randn(5, 7), torch.randn(7, 3), torch.randn(3)
     batch = torch.randn(2, 4, 6)
 
@@ -48,42 +48,42 @@ def test_products_are_those_of_the_computation():
 
 @pytest.mark.parametrize("recipe", ["laptop-calm", "quickstart-calm", "laptop-transformer", "laptop-autoencoder"])
 @pytest.mark.parametrize("wide", [True, False])
-def test_products_of_a_step_are_what_torch_counts(monkeypatch, recipe, wide):
+def test_flops_of_a_step_match_the_flop_counter(monkeypatch, recipe, wide):
     monkeypatch.setattr(calm_products, "WIDE", wide)
-    made = Training(config_of(recipe, "laptop", *TINY), 64)
-    made.step()
-    products = Products(made.forward_backward)
+    step = Training(config_of(recipe, "laptop", *TINY), 64)
+    step.step()
+    products = Products(step.forward_backward)
     with FlopCounterMode(display=False) as counter:
-        made.forward_backward()
+        step.forward_backward()
     counted = sum(flops for name, flops in counter.get_flop_counts()["Global"].items() if "scaled_dot" not in str(name))
     assert products.flops == counted
-    for run in (products.run, products.run_own):  # either way it is the same work
+    for run in (products.run, products.run_own):  # same FLOPs with both kernels
         with FlopCounterMode(display=False) as counter:
             run()
         assert counter.get_total_flops() == counted
 
 
-def test_a_step_learns():
-    made = Training(config_of("quickstart-calm", "laptop", *TINY), 64)
-    for group in made.optimizer.param_groups:
+def test_training_step_reduces_the_loss():
+    step = Training(config_of("quickstart-calm", "laptop", *TINY), 64)
+    for group in step.optimizer.param_groups:
         group["lr"] = 1e-2
-    before = made.model(**made.given).loss.item()
+    before = step.model(**step.inputs).loss.item()
     for _ in range(20):
-        made.step()
-    assert made.model(**made.given).loss.item() < before
+        step.step()
+    assert step.model(**step.inputs).loss.item() < before
 
 
-def test_training_is_measured(monkeypatch):
+def test_training_rows(monkeypatch):
     monkeypatch.setattr(training, "config_of", lambda recipe, size: config_of(recipe, size, *TINY))
-    rows = {found.name: found for found in training.measure("laptop", 1, Machine(1e12, 1e10))}
+    rows = {row.name: row for row in training.measure("laptop", 1, Machine(1e12, 1e10))}
     for kind in RECIPES["laptop"]:
-        assert rows[f"{kind}: a step"].median > 0
-        assert rows[f"{kind}: share of a bare loop over its matrix products"].median > 0
-    assert "energy: tokens/s, times LlamaForCausalLM's" in rows
+        assert rows[f"{kind}: time per step"].median > 0
+        assert rows[f"{kind}: matmul-only time / total time, torch kernels"].median > 0
+    assert "energy: throughput relative to LlamaForCausalLM" in rows
 
 
-def test_the_weights_of_a_step_are_all_that_it_reads():
-    """The words of a vocabulary once for all tokens of a latent, by a chain for each."""
+def test_weights_read_by_a_step():
+    """The output embedding is read once per chunk, by a chain head once per token."""
     for recipe, times in (("laptop-calm", 1), ("quickstart-calm", 4)):
         model = model_of(config_of(recipe, "laptop", *TINY), 64)
         parts = [model.backbone, model.head, model.chunk_embedding.compress]
@@ -92,22 +92,22 @@ def test_the_weights_of_a_step_are_all_that_it_reads():
         assert sum(weight.numel() for weight in generation.weights_of_step(model)) == numbers
 
 
-def test_generation_is_measured(monkeypatch):
+def test_generation_rows(monkeypatch):
     monkeypatch.setattr(generation, "config_of", lambda recipe, size: config_of(recipe, size, *TINY))
-    rows = {found.name: found for found in generation.measure("laptop", 1, Machine(1e12, 1e10))}
-    assert rows["energy, int8, T = 1: times LlamaForCausalLM.generate"].median > 0
+    rows = {row.name: row for row in generation.measure("laptop", 1, Machine(1e12, 1e10))}
+    assert rows["energy, int8, T = 1: speedup over LlamaForCausalLM.generate"].median > 0
     for kind in ("energy", "chain"):
-        assert rows[f"{kind}, T = 1: a step"].median > rows[f"{kind}, T = 1: reading its weights once"].median > 0
-        assert rows[f"{kind}, T = 1: share of that bound"].median < 1
+        assert rows[f"{kind}, T = 1: time per step"].median > rows[f"{kind}, T = 1: weight read time"].median > 0
+        assert rows[f"{kind}, T = 1: weight read time / step time"].median < 1
 
 
-def test_estimates_fall_with_gpus_and_never_below_what_is_moved():
-    steps = [found for found in scaling.estimates("paper-calm-m") if "step" in found.name]
-    assert [found.median for found in steps] == sorted((found.median for found in steps), reverse=True)
-    assert all(found.low <= found.median for found in steps)
+def test_estimates_decrease_with_gpus():
+    steps = [row for row in scaling.estimates("paper-calm-m") if "step" in row.name]
+    assert [row.median for row in steps] == sorted((row.median for row in steps), reverse=True)
+    assert all(row.low <= row.median for row in steps)
 
 
-def test_the_command_says_what_is_wrong(calm):
+def test_error_messages(calm):
     for arguments, message in (
         (["trainning"], "did you mean training?"),
         (["training", "--size", "big"], "laptop, paper"),
@@ -118,9 +118,9 @@ def test_the_command_says_what_is_wrong(calm):
 
 
 @pytest.mark.slow
-def test_the_command_prints_json(calm):
+def test_json_output(calm):
     done = calm("bench", "evaluation", "--rounds", "1", "--json")
-    answer = json.loads(done.stdout)
-    assert answer["machine"]["bytes_per_second"] > 0
-    assert {"name", "median", "low", "high", "unit"} == set(answer["evaluation"][0])
-    assert SIZES[0] == answer["size"]
+    result = json.loads(done.stdout)
+    assert result["machine"]["bytes_per_second"] > 0
+    assert {"name", "median", "low", "high", "unit"} == set(result["evaluation"][0])
+    assert SIZES[0] == result["size"]

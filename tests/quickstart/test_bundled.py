@@ -1,4 +1,4 @@
-"""The model that comes with the package."""
+"""The bundled model."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from pybible import Bible
 from calm.models.directories import BUNDLED, located
 
 
-def test_it_is_small_and_says_where_it_came_from(tmp_path, monkeypatch):
+def test_size_and_provenance(tmp_path, monkeypatch):
     from pathlib import Path
 
     directory = located(Path(BUNDLED))
@@ -18,14 +18,14 @@ def test_it_is_small_and_says_where_it_came_from(tmp_path, monkeypatch):
     assert run["summary"]["brier_1"] > 10
     monkeypatch.chdir(tmp_path)
     (tmp_path / BUNDLED).mkdir()
-    assert located(Path(BUNDLED)) == Path(BUNDLED)  # a directory of that name goes first
+    assert located(Path(BUNDLED)) == Path(BUNDLED)  # a local directory of that name takes precedence
 
 
-def test_it_writes_words_of_its_corpus(calm, tmp_path):
+def test_generates_words_of_its_corpus(calm, tmp_path):
     words = set(re.findall(r"[a-z]+", " ".join(Bible).lower()))
     done = calm("generate", BUNDLED, "And God said", "--temperature", 0.5, "--num-samples", 4, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    written = [w for text in json.loads(done.stdout)["texts"] for w in re.findall(r"[a-z]+", text["text"].lower())]
-    assert len(written) > 150
-    assert sum(word in words for word in written) > 0.9 * len(written)
-    assert len(set(written)) > 40  # and not always the same
+    generated = [w for text in json.loads(done.stdout)["texts"] for w in re.findall(r"[a-z]+", text["text"].lower())]
+    assert len(generated) > 150
+    assert sum(word in words for word in generated) > 0.9 * len(generated)
+    assert len(set(generated)) > 40  # samples are diverse

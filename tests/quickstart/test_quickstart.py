@@ -1,4 +1,4 @@
-"""From a text to a report, interrupted and continued; and what cannot work, told in one sentence."""
+"""`calm quickstart` end to end, with interruption and resumption; errors are one-line messages."""
 
 import json
 import os
@@ -38,7 +38,7 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    """A quarter of a megabyte of sentences."""
+    """About 250 kB of random sentences."""
     draw = random.Random(0)
     path = tmp_path_factory.mktemp("text") / "text.txt"
     sentences = (" ".join(draw.choices(WORDS, k=draw.randint(5, 12))).capitalize() + "." for _ in range(6_000))
@@ -46,7 +46,7 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
-def test_interrupted_it_goes_on_and_ends_with_a_report(text, tmp_path):
+def test_interrupted_quickstart_is_resumed(text, tmp_path):
     output = tmp_path / "quick start"
     command = [sys.executable, "-m", "calm", "quickstart", "--minutes", "0.01", "--data", str(text)]
     command += ["--output", str(output)]
@@ -57,12 +57,14 @@ def test_interrupted_it_goes_on_and_ends_with_a_report(text, tmp_path):
         first.send_signal(signal.SIGTERM)
         _, errors = first.communicate(timeout=120)
     if first.returncode:
-        assert first.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM), errors  # the first: before training began
+        assert first.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM), (
+            errors
+        )  # negative: interrupted before training
         assert "Traceback" not in errors
     trained = (output / "runs" / "autoencoder" / "run.json").stat().st_mtime_ns
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert (output / "runs" / "autoencoder" / "run.json").stat().st_mtime_ns == trained  # not again
+    assert (output / "runs" / "autoencoder" / "run.json").stat().st_mtime_ns == trained  # not trained again
     assert "[6/6]" in done.stderr
     assert "calm generate" in done.stdout
     assert "calm evaluate" in done.stdout
@@ -92,14 +94,14 @@ def test_minutes_scale_every_stage():
 
 
 @pytest.mark.parametrize("minutes", [0, -1, float("nan"), float("inf")])
-def test_minutes_that_make_no_sense(minutes):
+def test_invalid_minutes(minutes):
     with pytest.raises(UserError, match="must be above 0"):
         Plan(minutes)
 
 
-def test_mistakes(calm, text, tmp_path):
-    little = tmp_path / "little.txt"
-    little.write_text("In the beginning.\n" * 10)
+def test_error_messages(calm, text, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("In the beginning.\n" * 10)
     file = tmp_path / "file"
     file.write_text("x")
     foreign = tmp_path / "foreign"
@@ -108,10 +110,10 @@ def test_mistakes(calm, text, tmp_path):
     for arguments, message in (
         (["--minutes", "0"], "--minutes must be above 0, not 0"),
         (["--minutes", "1e9"], "more than a day"),
-        (["--data", little], "180 bytes; a quickstart needs at least 200,000"),
+        (["--data", short], "180 bytes; quickstart needs at least 200,000"),
         (["--data", tmp_path / "absent.txt"], "absent.txt"),
         (["--output", file], "is a file"),
-        (["--output", foreign], "did not make (thesis.txt)"),
+        (["--output", foreign], "not created by calm quickstart (thesis.txt); choose another --output"),
     ):
         done = calm("quickstart", "--output", tmp_path / "out", *arguments)
         assert done.returncode == 2, arguments
@@ -121,7 +123,7 @@ def test_mistakes(calm, text, tmp_path):
         done = calm("quickstart", "--output", tmp_path / "busy")
     assert done.returncode == 2
     assert "another calm quickstart is writing" in done.stderr
-    if os.geteuid():  # root may write everywhere
+    if os.geteuid():  # root can write anywhere
         (tmp_path / "locked").mkdir(mode=0o500)
         done = calm("quickstart", "--output", tmp_path / "locked" / "out")
         assert done.returncode == 2

@@ -1,1 +1,1 @@
-"""How close to the machine's limits training, generation and evaluation are: what `calm bench` measures."""
+"""Benchmarks of `calm bench`: training, generation and evaluation relative to the limits of the hardware."""

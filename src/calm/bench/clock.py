@@ -1,4 +1,4 @@
-"""Times that can be compared: ways of doing something take turns, so that a busy moment slows all of them."""
+"""Interleaved timing: the functions to compare run in turn, so that background load affects all of them equally."""
 
 import statistics
 import time
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """A measured number: its median, its smallest and its largest value."""
+    """A measured quantity: median, minimum and maximum over rounds."""
 
     name: str
     median: float
@@ -21,18 +21,22 @@ def row(name: str, values: Iterable[float], unit: str) -> Row:
     return Row(name, statistics.median(values), min(values), max(values), unit)
 
 
-def take_turns(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way in each round; a round before them warms up."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
+def take_turns(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Run all functions in turn, `rounds` times after one warm-up round.
+
+    Returns:
+        Seconds per round for each function.
+    """
+    times: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(rounds + 1):
-        for name, way in ways.items():
+        for name, function in functions.items():
             began = time.perf_counter()
-            way()
+            function()
             if number:
                 times[name].append(time.perf_counter() - began)
     return times
 
 
-def ratios(over: Iterable[float], under: Iterable[float]) -> list[float]:
-    """Round by round."""
-    return [a / b for a, b in zip(over, under, strict=True)]
+def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> list[float]:
+    """Element-wise ratios."""
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]

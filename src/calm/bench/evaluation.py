@@ -1,4 +1,4 @@
-"""Evaluation: BrierLM at every start of a text, against one plain forward pass of a Transformer over it."""
+"""Evaluation benchmark: BrierLM at every position of a text, compared with a single Transformer forward pass."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -24,19 +24,19 @@ def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
     models = {kind: model_of(config_of(name, size), vocabulary).eval() for kind, name in RECIPES[size].items()}
     tokens = torch.randint(vocabulary, (ROWS, LENGTH + LONGEST))
     forward: Any = copy.deepcopy(models["Transformer"])
-    ways: dict[str, Callable[[], object]] = {"forward": lambda: forward(input_ids=tokens, use_cache=False)}
+    functions: dict[str, Callable[[], object]] = {"forward": lambda: forward(input_ids=tokens, use_cache=False)}
     for kind, model in models.items():
         change_layers(model)
         estimator = CalmEstimator if kind != "Transformer" else SoftmaxEstimator
-        way = _estimates(estimator(model, LENGTH, SAMPLES), tokens)
-        ways |= {kind: way, f"{kind} products": Products(way).run}
-    times = take_turns(ways, rounds)
+        function = _estimate(estimator(model, LENGTH, SAMPLES), tokens)
+        functions |= {kind: function, f"{kind} products": Products(function).run}
+    times = take_turns(functions, rounds)
     for kind in models:
-        yield row(f"{kind}: BrierLM", [ROWS * LENGTH / seconds for seconds in times[kind]], "tokens/s")
-        yield row(f"{kind}: times a forward pass of LlamaForCausalLM", ratios(times[kind], times["forward"]), "")
+        yield row(f"{kind}: BrierLM throughput", [ROWS * LENGTH / seconds for seconds in times[kind]], "tokens/s")
+        yield row(f"{kind}: time relative to LlamaForCausalLM forward pass", ratios(times[kind], times["forward"]), "")
         shares = ratios(times[f"{kind} products"], times[kind])
-        yield row(f"{kind}: share of a bare loop over its matrix products", shares, "")
+        yield row(f"{kind}: matmul-only time / total time", shares, "")
 
 
-def _estimates(estimator: Any, tokens: torch.Tensor) -> Callable[[], object]:
+def _estimate(estimator: Any, tokens: torch.Tensor) -> Callable[[], object]:
     return lambda: estimator.estimate(tokens, RowNoise(list(range(ROWS))))

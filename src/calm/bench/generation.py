@@ -1,8 +1,8 @@
-"""Generation: tokens a second against a Transformer's, and against the time that reading the weights takes.
+"""Generation benchmark: throughput compared with a Transformer, and step time compared with the memory bound.
 
-A step of a single text computes little and reads every weight once, so that the bytes of the weights over the memory's
-bandwidth bound it. The bandwidth of a shared machine changes from minute to minute: the weights are read, to be summed,
-beside every measured step.
+At batch size 1, a decoding step is memory-bound: it reads every weight once, so the size of the weights divided by the
+memory bandwidth is a lower bound on its time. The bandwidth of a shared machine varies over time, so reading the
+weights (by summing them) is timed in turn with the steps.
 """
 
 import copy
@@ -22,36 +22,36 @@ from calm.sampling.predictor import CalmPredictor
 from calm.sampling.vocabulary import search_of
 
 PROMPT, NEW = 64, 64  # tokens
-STEPS = 8  # of a text that goes on, at once
-WORDS_OF_PROMPTS = 4096
+STEPS = 8  # decoding steps per timed call
+PROMPT_VOCABULARY = 4096
 
 
 def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
     vocabulary = VOCABULARIES[size]
     models = {kind: model_of(config_of(name, size), vocabulary).eval() for kind, name in RECIPES[size].items()}
-    ids = torch.randint(3, WORDS_OF_PROMPTS, (1, PROMPT))
-    writing: dict[str, Callable[[], object]] = {"Transformer": transformer(models["Transformer"], ids)}
+    ids = torch.randint(3, PROMPT_VOCABULARY, (1, PROMPT))
+    generating: dict[str, Callable[[], object]] = {"Transformer": transformer(models["Transformer"], ids)}
     stepping: dict[str, Callable[[], object]] = {}
     for kind, model in models.items():
         if isinstance(model, CalmForCausalLM):
-            writing[f"{kind}, T = 1"] = calm(model, ids, 1.0)
-            writing[f"{kind}, T = 0.5"] = calm(model, ids, 0.5)
+            generating[f"{kind}, T = 1"] = calm(model, ids, 1.0)
+            generating[f"{kind}, T = 0.5"] = calm(model, ids, 0.5)
             stepping[f"{kind}: steps"] = steps(model, ids, rounds)
             stepping[f"{kind}: reading"] = reading(model)
-    small = copy.deepcopy(models["energy"])
-    to_int8(small)
-    writing["energy, int8, T = 1"] = calm(small, ids, 1.0)
-    times = take_turns(writing | stepping, rounds)
-    for name in writing:
-        yield row(f"{name}: generation", [NEW / spent for spent in times[name]], "tokens/s")
+    quantized = copy.deepcopy(models["energy"])
+    to_int8(quantized)
+    generating["energy, int8, T = 1"] = calm(quantized, ids, 1.0)
+    times = take_turns(generating | stepping, rounds)
+    for name in generating:
+        yield row(f"{name}: throughput", [NEW / seconds for seconds in times[name]], "tokens/s")
         if name != "Transformer":
-            yield row(f"{name}: times LlamaForCausalLM.generate", ratios(times["Transformer"], times[name]), "")
+            yield row(f"{name}: speedup over LlamaForCausalLM.generate", ratios(times["Transformer"], times[name]), "")
     for kind, model in models.items():
         if isinstance(model, CalmForCausalLM):
-            spent, least = times[f"{kind}: steps"], times[f"{kind}: reading"]
-            yield row(f"{kind}, T = 1: a step", [1e3 * seconds / STEPS for seconds in spent], "ms")
-            yield row(f"{kind}, T = 1: reading its weights once", [1e3 * seconds / STEPS for seconds in least], "ms")
-            yield row(f"{kind}, T = 1: share of that bound", ratios(least, spent), "")
+            step_times, read_times = times[f"{kind}: steps"], times[f"{kind}: reading"]
+            yield row(f"{kind}, T = 1: time per step", [1e3 * seconds / STEPS for seconds in step_times], "ms")
+            yield row(f"{kind}, T = 1: weight read time", [1e3 * seconds / STEPS for seconds in read_times], "ms")
+            yield row(f"{kind}, T = 1: weight read time / step time", ratios(read_times, step_times), "")
 
 
 def transformer(model: Any, ids: torch.Tensor) -> Callable[[], object]:
@@ -69,16 +69,16 @@ def calm(model: CalmForCausalLM, ids: torch.Tensor, temperature: float) -> Calla
 
 
 def steps(model: CalmForCausalLM, ids: torch.Tensor, rounds: int) -> Callable[[], object]:
-    """Some steps of texts (B, T) that are longer with every call, the prompts read before the first."""
+    """A function that runs STEPS decoding steps per call. The prompts `ids` (B, T) are prefilled beforehand."""
     batch = Batch(CalmPredictor(model), eos_token_id=-1, pad_token_id=0)
-    most = (2 + STEPS * (rounds + 1)) * model.config.chunk_size
-    batch.join([Text(prompt, seed, most) for seed, prompt in enumerate(ids.tolist())])
+    max_new_tokens = (2 + STEPS * (rounds + 1)) * model.config.chunk_size
+    batch.join([Text(prompt, seed, max_new_tokens) for seed, prompt in enumerate(ids.tolist())])
     batch.step()
     return lambda: [batch.step() for _ in range(STEPS)]
 
 
 def reading(model: CalmForCausalLM) -> Callable[[], object]:
-    """As often as they take steps: all numbers summed, which nothing does faster than memory gives them."""
+    """A function that reads the weights of a step STEPS times, by summing them at memory bandwidth."""
     weights = weights_of_step(model)
 
     @torch.no_grad()
@@ -91,18 +91,18 @@ def reading(model: CalmForCausalLM) -> Callable[[], object]:
 
 
 def weights_of_step(model: CalmForCausalLM) -> list[torch.Tensor]:
-    """The matrices that a step of one text at temperature 1 reads: all but the encoder and the embedding's words.
+    """The matrices read by a decoding step at batch size 1 and temperature 1: all but the encoder and input embedding.
 
-    A chain reads the words of the vocabulary for each of its tokens, other heads once for all, and in eight bits where
-    they are many: as many bytes as a quarter of them has.
+    A chain head reads the output embedding for each token of a chunk, other heads once per chunk. Large vocabularies
+    are read in int8, which is counted as a quarter of the embedding.
     """
-    head, words = model.head, model.words
+    head, embedding = model.head, model.words
     parts = [model.backbone, model.chunk_embedding.compress, model.chunk_embedding.latent, head]
     times = 1
     if isinstance(head, ChainHead):
-        times = model.config.chunk_size - (head.own_words is not None)  # own words are weights of the head already
+        times = model.config.chunk_size - (head.own_words is not None)  # if untied, it is also a parameter of the head
     else:
         parts.append(model.autoencoder.decoder)
-        words = words[: len(words) // 4] if search_of(model.autoencoder).searches else words
+        embedding = embedding[: len(embedding) // 4] if search_of(model.autoencoder).searches else embedding
     weights = [p for part in parts if part is not None for p in part.parameters() if p.ndim > 1]
-    return [*weights, *[words] * times]
+    return [*weights, *[embedding] * times]

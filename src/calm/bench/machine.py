@@ -1,4 +1,4 @@
-"""What the machine can do: its matrix products, and how fast it reads memory."""
+"""Limits of the hardware: peak matmul throughput and memory bandwidth."""
 
 import platform
 import time
@@ -11,12 +11,12 @@ from calm import native
 from calm.products import WIDE
 from calm.train.speed import measured_peak
 
-LARGE = 2**28  # numbers that no cache holds
+LARGE = 2**28  # elements; exceeds all caches
 
 
 class Machine(NamedTuple):
-    peak: float  # FLOP/s of large matrix products
-    bandwidth: float  # bytes/s of reading memory
+    peak: float  # FLOP/s of large matmuls
+    bandwidth: float  # bytes/s of memory reads
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -24,7 +24,7 @@ class Machine(NamedTuple):
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "compiled_steps": "yes" if native.library() else "no",
-            "products": "oneDNN" if WIDE else "torch's own",
+            "products": "oneDNN" if WIDE else "torch",
             "matmul_flops_per_second": self.peak,
             "bytes_per_second": self.bandwidth,
         }
@@ -35,7 +35,7 @@ def measured() -> Machine:
 
 
 def _bandwidth(repeats: int = 7) -> float:
-    """The best of several readings of a large tensor, which is as fast as anything can be read."""
+    """Read bandwidth in bytes/s: the best of several sums over a large tensor."""
     numbers, best = torch.ones(LARGE), 0.0
     for _ in range(repeats):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The matrix products of a computation, alone: what is left of its time if everything else cost nothing."""
+"""Records the matmuls of a computation and replays them alone, to measure the time spent outside of them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from calm.products import ONE_DNN
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
-COPIES = 8  # of a matrix: a model has others at every call, and they do not all lie in a cache
+COPIES = 8  # of each operand, so that replayed matmuls do not always hit the cache
 
 
-class _Products(TorchDispatchMode):
-    """Notes the matrix products of what happens inside of it: the function, and the layout of what it was given."""
+class _Recorder(TorchDispatchMode):
+    """Records each matmul executed in its context: the operator and the layouts of its arguments."""
 
     def __init__(self):
         super().__init__()
@@ -35,24 +35,24 @@ def _layout(value: Any) -> Any:
 
 
 class Products:
-    """The products of one run of a function, to be computed again on other numbers, by torch's own way or by ours."""
+    """The matmuls of one call of a function, replayed on random data with the kernels of torch or of this package."""
 
     def __init__(self, function: Callable[[], object]):
-        with _Products() as found:
+        with _Recorder() as recorder:
             function()
-        made: dict[Any, Tensor] = {}
+        tensors: dict[Any, Tensor] = {}
         self.calls = [
-            (product, [_made(value, number % COPIES, made) for value in given])
-            for number, (product, given) in enumerate(found.calls)
+            (operator, [_allocate(value, number % COPIES, tensors) for value in args])
+            for number, (operator, args) in enumerate(recorder.calls)
         ]
 
     @property
     def flops(self) -> float:
-        """Each row of the first factor meets each column of the second."""
+        """FLOPs of all recorded matmuls, two per multiply-add."""
         total = 0.0
-        for product, given in self.calls:
-            factors = [value for value in given if isinstance(value, Tensor)]
-            if product is ONE_DNN:
+        for operator, args in self.calls:
+            factors = [value for value in args if isinstance(value, Tensor)]
+            if operator is ONE_DNN:
                 total += 2.0 * factors[0].numel() * len(factors[1])
             else:
                 total += 2.0 * factors[-2].numel() * factors[-1].shape[-1]
@@ -60,19 +60,21 @@ class Products:
 
     @torch.no_grad()
     def run(self) -> None:
-        for product, given in self.calls:
-            F.linear(*given) if product is ONE_DNN else product(*given)
+        """Replay with torch's default kernels."""
+        for operator, args in self.calls:
+            F.linear(*args) if operator is ONE_DNN else operator(*args)
 
     @torch.no_grad()
     def run_own(self) -> None:
-        for product, given in self.calls:
-            ONE_DNN(*given, "none", [], "") if product is ONE_DNN else product(*given)
+        """Replay with the kernels that were recorded."""
+        for operator, args in self.calls:
+            ONE_DNN(*args, "none", [], "") if operator is ONE_DNN else operator(*args)
 
 
-def _made(layout: Any, copy: int, made: dict[Any, Tensor]) -> Any:
+def _allocate(layout: Any, copy: int, tensors: dict[Any, Tensor]) -> Any:
     if not (isinstance(layout, tuple) and len(layout) == 3):
         return layout
-    if (layout, copy) not in made:
+    if (layout, copy) not in tensors:
         shape, stride, dtype = layout
-        made[layout, copy] = torch.empty_strided(shape, stride, dtype=dtype).normal_()
-    return made[layout, copy]
+        tensors[layout, copy] = torch.empty_strided(shape, stride, dtype=dtype).normal_()
+    return tensors[layout, copy]

@@ -1,4 +1,4 @@
-"""Memory: the most that a process holds in training, against what `calm cost` predicts for it."""
+"""Memory benchmark: peak memory of training, compared with the prediction of `calm cost`."""
 
 import tempfile
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from calm.errors import UserError
 from calm.paper.cost import cost_of
 from calm.train.loop import train
 
-RECIPES = {  # the first of each is the autoencoder of the others
+RECIPES = {  # the first recipe of each size trains the autoencoder of the others
     "laptop": ("laptop-autoencoder", "laptop-calm", "quickstart-calm", "laptop-transformer"),
     "paper": ("paper-autoencoder-k4", "paper-calm-m", "paper-transformer-s"),
 }
-FITTING = {  # what these cores can train, on a text that lies there
+OVERRIDES = {  # short runs that a CPU can train on the embedded text
     "laptop": ("train.steps=12", "train.checkpoint_every=6"),
     "paper": (*SETTINGS, *SHORT["paper"], "train.steps=3", "train.checkpoint_every=1"),
 }
@@ -29,26 +29,29 @@ STATUS = Path("/proc/self/status")
 
 
 def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
-    """Each recipe is trained for some steps on the embedded text, checkpoint included, in a process of its own."""
+    """Train each recipe for a few steps on the embedded text, with checkpoints, in a separate process."""
     if not STATUS.exists():
-        raise UserError("memory is read from /proc, which this system does not have")
+        raise UserError("calm bench memory reads /proc/self/status, which this system does not have; run it on Linux")
     with tempfile.TemporaryDirectory() as folder:
         data, runs = Path(folder) / "data", Path(folder) / "runs"
         prepare(["embedded"], data, PrepareOptions("bpe:4096", validation_share=0.05), workers=1)
         for recipe in RECIPES[size]:
-            settings = [f"data.sets.0.path={data}", "train.evaluation_batches=1", *FITTING[size]]
+            settings = [f"data.sets.0.path={data}", "train.evaluation_batches=1", *OVERRIDES[size]]
             if load_config(recipe).stage == "language-model":
                 settings.append(f"language_model.autoencoder={runs / RECIPES[size][0] / 'model'}")
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
-                held = apart.submit(most_held, recipe, settings, str(runs / recipe)).result()
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                peak = pool.submit(_peak_memory, recipe, settings, str(runs / recipe)).result()
             predicted = cost_of(recipe, load_config(recipe, settings)).peak_memory
-            yield row(f"{recipe}: most memory of a step", [held / 1e6], "MB")
-            yield row(f"{recipe}: as calm cost predicts", [predicted / 1e6], "MB")
-            yield row(f"{recipe}: measured over predicted", [held / predicted], "")
+            yield row(f"{recipe}: peak memory", [peak / 1e6], "MB")
+            yield row(f"{recipe}: peak memory predicted by calm cost", [predicted / 1e6], "MB")
+            yield row(f"{recipe}: measured / predicted", [peak / predicted], "")
 
 
-def most_held(recipe: str, settings: list[str], output: str) -> float:
-    """Bytes that a training adds to a process which has trained before: libraries take theirs at the first step."""
+def _peak_memory(recipe: str, settings: list[str], output: str) -> float:
+    """Peak memory that a training run adds, in bytes.
+
+    A short warm-up run excludes memory that libraries allocate once, at the first step.
+    """
     data = next(setting for setting in settings if setting.startswith("data.sets.0.path"))
     train(load_config(WARM_UP, [data, "train.steps=2", "train.evaluation_batches=1"]), f"{output}-warm-up")
     before = _bytes("VmRSS")

@@ -1,4 +1,4 @@
-"""Models of recipes with random weights, and random text for them: speed depends on neither."""
+"""Models of the recipes with random weights, and random inputs: neither affects speed."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from calm.train.stages import described_model, sampled_words
 
 SIZES = ("laptop", "paper")
 VOCABULARIES = {"laptop": 4096, "paper": 128_257}
-SHORT = {"paper": ("data.batch_size=1", "data.sequence_length=2048")}  # what a step of two cores can take
-RECIPES = {  # by kind: the paper's head, the chain head, and the Transformer to compare with
+SHORT = {"paper": ("data.batch_size=1", "data.sequence_length=2048")}  # a batch that fits a CPU
+RECIPES = {  # energy head, chain head, and the Transformer baseline
     "laptop": {"energy": "laptop-calm", "chain": "quickstart-calm", "Transformer": "laptop-transformer"},
     "paper": {"energy": "paper-calm-m", "Transformer": "paper-transformer-s"},
 }
@@ -23,7 +23,7 @@ SETTINGS = ("train.precision=fp32", "train.gradient_checkpointing=false", "langu
 
 
 def config_of(recipe: str, size: str, *settings: str) -> RunConfig:
-    """A recipe in fp32, with the energy loss in closed form."""
+    """Load a recipe in fp32, with the closed form of the energy loss."""
     return load_config(recipe, [*SETTINGS, *SHORT.get(size, ()), *settings])
 
 
@@ -32,20 +32,20 @@ def model_of(config: RunConfig, vocabulary: int) -> Any:
     model: Any = described_model(config, vocabulary)
     head = getattr(model, "head", None)
     if isinstance(head, EnergyHead):
-        torch.nn.init.normal_(head.latent.weight, std=0.05)  # it begins at zero, where all samples coincide
+        torch.nn.init.normal_(head.latent.weight, std=0.05)  # zero at initialization, where all samples coincide
     return model
 
 
 class Training:
-    """A training step, as `calm train` makes it: forward, backward, clipping, AdamW."""
+    """A training step as in `calm train`: forward, backward, gradient clipping, AdamW."""
 
     def __init__(self, config: RunConfig, vocabulary: int, layers: type[nn.Linear] = FastLinear):
         self.config, self.model = config, model_of(config, vocabulary).train()
         change_layers(self.model, layers)
         self.make_optimizer()
-        extra = 1 if config.stage == "transformer" else config.data.chunk_size  # what is predicted and not read
+        extra = 1 if config.stage == "transformer" else config.data.chunk_size  # targets that are not part of the input
         shape = (config.data.batch_size, config.data.sequence_length + extra)
-        self.given = _given(config, torch.randint(vocabulary, shape), vocabulary)
+        self.inputs = _inputs(config, torch.randint(vocabulary, shape), vocabulary)
 
     def make_optimizer(self) -> None:
         settings = self.config.optimizer
@@ -56,7 +56,7 @@ class Training:
         return self.config.data.batch_size * self.config.data.sequence_length
 
     def forward_backward(self) -> None:
-        self.model(**self.given, **self._noise()).loss.backward()
+        self.model(**self.inputs, **self._noise()).loss.backward()
 
     def step(self) -> None:
         self.forward_backward()
@@ -70,16 +70,16 @@ class Training:
         return {"noise": RowNoise(list(range(self.config.data.batch_size)))}
 
 
-def _given(config: RunConfig, ids: Tensor, vocabulary: int) -> dict[str, Any]:
+def _inputs(config: RunConfig, ids: Tensor, vocabulary: int) -> dict[str, Any]:
     if config.stage == "transformer":
         labels = ids[:, 1:].contiguous()
         return {"input_ids": ids[:, :-1], "labels": labels, "shift_labels": labels, "use_cache": False}
     number = config.autoencoder.vocabulary_sample
     if config.stage == "autoencoder":
-        words = None if number is None else sampled_words(ids.numpy(), number, vocabulary, 0, 0).ids
-        return {"input_ids": ids, "candidates": words}
+        candidates = None if number is None else sampled_words(ids.numpy(), number, vocabulary, 0, 0).ids
+        return {"input_ids": ids, "candidates": candidates}
     number = config.language_model.vocabulary_sample
-    given: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
     if number is not None and config.language_model.head == "chain":
-        given["words"] = sampled_words(ids.numpy(), number, vocabulary, 0, 0)
-    return given
+        inputs["words"] = sampled_words(ids.numpy(), number, vocabulary, 0, 0)
+    return inputs

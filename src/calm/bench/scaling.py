@@ -1,4 +1,4 @@
-"""Scaling: how the time of a training step grows with every size, with processes, and, by formula, with GPUs."""
+"""Scaling benchmark: training step time by size and number of processes, and estimates for GPUs."""
 
 import time
 from collections.abc import Iterator
@@ -20,64 +20,66 @@ from calm.train.distributed import shard
 from calm.train.stages import described_model
 
 BASE = ("data.sequence_length=128", "data.batch_size=4", "autoencoder.latent_size=64")
-WORDS = 4096
-GROWING = {  # setting → values; the first is what the others are compared with
+VOCABULARY = 4096
+SWEEPS = {  # name → field and values; the first value is the baseline
     "chunk size K": ("data.chunk_size", (1, 2, 4, 8)),
     "model samples N": ("language_model.num_model_samples", (2, 4, 8, 16)),
     "vocabulary V": ("", (4096, 16384, 65536)),
     "latent size Z": ("autoencoder.latent_size", (16, 64, 256)),
-    "context in tokens": ("data.sequence_length", (128, 256, 512, 1024)),
-    "batch": ("data.batch_size", (2, 4, 8, 16)),
+    "context length in tokens": ("data.sequence_length", (128, 256, 512, 1024)),
+    "batch size": ("data.batch_size", (2, 4, 8, 16)),
 }
-GPU_FLOPS, GPU_SHARE, LINK = 989e12, 0.4, 50e9  # an H100's bf16 peak, the share a step reaches, bytes/s between GPUs
+GPU_FLOPS, GPU_SHARE, LINK = 989e12, 0.4, 50e9  # H100 bf16 peak, assumed MFU, interconnect bytes/s
 GPUS = (8, 32, 128, 512)
 
 
 def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
-    for name, (field, values) in GROWING.items():
+    for name, (field, values) in SWEEPS.items():
         settings = [[f"{field}={value}"] if field else [] for value in values]
-        words = [WORDS if field else value for value in values]
+        vocabularies = [VOCABULARY if field else value for value in values]
         steps = {
             f"{value}": Training(config_of("laptop-calm", "laptop", *BASE, *changed), vocabulary)
-            for value, changed, vocabulary in zip(values, settings, words, strict=True)
+            for value, changed, vocabulary in zip(values, settings, vocabularies, strict=True)
         }
         times = take_turns({value: training.step for value, training in steps.items()}, rounds)
-        first = next(iter(times.values()))
+        baseline = next(iter(times.values()))
         for value, seconds in times.items():
-            yield row(f"{name} = {value}: times a step of the first", ratios(seconds, first), "")
+            yield row(f"{name} = {value}: step time relative to {values[0]}", ratios(seconds, baseline), "")
     yield from _processes(rounds)
     yield from estimates("paper-calm-xl")
 
 
 def _processes(rounds: int) -> Iterator[Row]:
-    """Weak scaling: each process has one thread and a batch of its own.
+    """Weak scaling: each process has one thread and its own batch.
 
-    Two that have nothing to do with each other, each with all parameters, tell what sharing the machine costs.
+    Two independent, unsharded processes measure the overhead of sharing the machine.
     """
-    alone, apart, together = (sorted(_step_times(*kind, rounds)) for kind in ((1, False), (2, False), (2, True)))
-    yield row("one process: a step", [1e3 * seconds for seconds in alone], "ms")
-    yield row("two processes, each by itself: a step", [1e3 * seconds for seconds in apart], "ms")
-    yield row("two processes, twice the batch: a step", [1e3 * seconds for seconds in together], "ms")
-    yield row("two processes: efficiency", ratios(alone, together), "")
-    for name, less, more in (("the machine that two share", alone, apart), ("collectives", apart, together)):
-        yield row(f"two processes: {name}, a step", [1e3 * (b - a) for a, b in zip(less, more, strict=True)], "ms")
+    single, independent, sharded = (sorted(_step_times(*kind, rounds)) for kind in ((1, False), (2, False), (2, True)))
+    yield row("one process: time per step", [1e3 * seconds for seconds in single], "ms")
+    yield row("two independent processes: time per step", [1e3 * seconds for seconds in independent], "ms")
+    yield row("two sharded processes, twice the batch: time per step", [1e3 * seconds for seconds in sharded], "ms")
+    yield row("two sharded processes: efficiency", ratios(single, sharded), "")
+    for name, less, more in (("sharing the machine", single, independent), ("collectives", independent, sharded)):
+        overheads = [1e3 * (b - a) for a, b in zip(less, more, strict=True)]
+        yield row(f"two processes: overhead of {name} per step", overheads, "ms")
 
 
 def _step_times(processes: int, sharded: bool, rounds: int) -> list[float]:
     with TemporaryDirectory() as folder, ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        given = [(rank, processes, f"file://{Path(folder) / 'meeting'}", sharded, rounds) for rank in range(processes)]
-        first, *_ = pool.map(_times, *zip(*given, strict=True))
+        init = f"file://{Path(folder) / 'init'}"
+        arguments = [(rank, processes, init, sharded, rounds) for rank in range(processes)]
+        first, *_ = pool.map(_times, *zip(*arguments, strict=True))
         return first
 
 
-def _times(rank: int, size: int, meeting: str, sharded: bool, rounds: int) -> list[float]:
-    """Seconds of a process's steps, which begin together, its parameters sharded among all, as in training, or not."""
+def _times(rank: int, world_size: int, init_method: str, sharded: bool, rounds: int) -> list[float]:
+    """Seconds per step of one process, optionally sharded as in training. All processes start each step together."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
     try:
-        training = Training(config_of("laptop-calm", "laptop"), WORDS)
+        training = Training(config_of("laptop-calm", "laptop"), VOCABULARY)
         if sharded:
-            shard(training.model, World(rank, size, torch.device("cpu"), dist.group.WORLD))
+            shard(training.model, World(rank, world_size, torch.device("cpu"), dist.group.WORLD))
         training.make_optimizer()
         seconds = []
         for _ in range(rounds + 1):
@@ -91,10 +93,11 @@ def _times(rank: int, size: int, meeting: str, sharded: bool, rounds: int) -> li
 
 
 def estimates(recipe: str) -> Iterator[Row]:
-    """Seconds of a step of the paper's recipe on GPUs, by formula: nobody measured this.
+    """Estimated seconds per step of a recipe on GPUs, by formula; not measured.
 
-    Compute is what calm cost counts. Every GPU gathers all other GPUs' weights twice (forward and backward, in bf16),
-    and sends its gradients on once (in fp32). What is hidden behind compute lies between all of it and nothing.
+    Compute follows `calm cost`. Each GPU all-gathers the weights twice (forward and backward, in bf16) and
+    reduce-scatters the gradients once (in fp32). Communication overlaps fully with compute in the lower bound, and not
+    at all in the upper bound.
     """
     config = load_config(recipe)
     with torch.device("meta"):
@@ -102,8 +105,12 @@ def estimates(recipe: str) -> Iterator[Row]:
     tokens = config.data.batch_size * config.data.sequence_length
     for count in GPUS:
         compute = flops_of(config, tokens, 128_257) / (count * GPU_FLOPS * GPU_SHARE)
-        moved = weights * (2 * 2 + 4) * (count - 1) / count / LINK
+        communication = weights * (2 * 2 + 4) * (count - 1) / count / LINK
         yield Row(
-            f"{recipe}, {count} GPUs, estimate: a step", compute + moved, max(compute, moved), compute + moved, "s"
+            f"{recipe}, {count} GPUs: estimated time per step",
+            compute + communication,
+            max(compute, communication),
+            compute + communication,
+            "s",
         )
-        yield row(f"{recipe}, {count} GPUs, estimate: efficiency", [compute / (compute + moved)], "")
+        yield row(f"{recipe}, {count} GPUs: estimated efficiency", [compute / (compute + communication)], "")

@@ -1,4 +1,4 @@
-"""Training: a step against its own matrix products, against the machine's peak, and against a Transformer."""
+"""Training benchmark: step time compared with its matmuls alone, with the matmul peak, and with a Transformer."""
 
 from collections.abc import Callable, Iterator
 
@@ -20,60 +20,60 @@ def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
         kind: Training(config_of(recipe, size), vocabulary, nn.Linear if kind == "Transformer" else FastLinear)
         for kind, recipe in RECIPES[size].items()
     }
-    ways: dict[str, Callable[[], object]] = {}
+    functions: dict[str, Callable[[], object]] = {}
     for kind, training in steps.items():
-        training.step()  # makes the optimizer's states, which are no part of a step
-        ways[kind] = training.step
-        ways |= _products(kind, training.step)
+        training.step()  # allocates the optimizer state, which is not part of a step
+        functions[kind] = training.step
+        functions |= _products(kind, training.step)
     head = Head(steps["energy"])
-    ways |= {"head": head.run} | _products("head", head.run)
-    times = take_turns(ways, rounds)
+    functions |= {"head": head.run} | _products("head", head.run)
+    times = take_turns(functions, rounds)
     for kind, training in steps.items():
         speeds = [training.tokens / seconds for seconds in times[kind]]
-        yield row(f"{kind}: a step", [1e3 * seconds for seconds in times[kind]], "ms")
-        yield row(f"{kind}: training", speeds, "tokens/s")
+        yield row(f"{kind}: time per step", [1e3 * seconds for seconds in times[kind]], "ms")
+        yield row(f"{kind}: throughput", speeds, "tokens/s")
         yield from _shares(kind, kind, times)
         flops = flops_of(training.config, training.tokens, vocabulary)
         yield row(
-            f"{kind}: share of the matmul peak, FLOPs of calm cost",
+            f"{kind}: MFU (FLOPs by calm cost / matmul peak)",
             [flops / seconds / machine.peak for seconds in times[kind]],
             "",
         )
         if kind != "Transformer":
             per_token = [seconds / training.tokens for seconds in times[kind]]
-            theirs = [seconds / steps["Transformer"].tokens for seconds in times["Transformer"]]
-            yield row(f"{kind}: tokens/s, times LlamaForCausalLM's", ratios(theirs, per_token), "")
+            baseline = [seconds / steps["Transformer"].tokens for seconds in times["Transformer"]]
+            yield row(f"{kind}: throughput relative to LlamaForCausalLM", ratios(baseline, per_token), "")
     samples = steps["energy"].model.config.num_model_samples
     yield from _shares("head", f"energy head and loss, N = {samples}", times)
 
 
-def _products(kind: str, way: Callable[[], object]) -> dict[str, Callable[[], object]]:
-    products = Products(way)
+def _products(kind: str, function: Callable[[], object]) -> dict[str, Callable[[], object]]:
+    products = Products(function)
     return {f"{kind} products": products.run, f"{kind} own products": products.run_own}
 
 
 def _shares(kind: str, name: str, times: dict[str, list[float]]) -> Iterator[Row]:
-    """Of a loop over torch's own products, which a share above 1 is faster than, and over ours."""
+    """Time of the matmuls alone relative to the whole: with torch's kernels (can exceed 1), and with our kernels."""
     shares = ratios(times[f"{kind} products"], times[kind])
-    yield row(f"{name}: share of a bare loop over its matrix products", shares, "")
+    yield row(f"{name}: matmul-only time / total time, torch kernels", shares, "")
     shares = ratios(times[f"{kind} own products"], times[kind])
-    yield row(f"{name}: the same, as they are multiplied here", shares, "")
+    yield row(f"{name}: matmul-only time / total time, own kernels", shares, "")
 
 
 def flops_of(config: RunConfig, tokens: int, vocabulary: int) -> float:
-    """Of a step, by `calm cost`."""
+    """FLOPs of a training step, as counted by `calm cost`."""
     context = config.data.sequence_length // (1 if config.stage == "transformer" else config.data.chunk_size)
     parts = cost_of("", config, context=context, vocabulary=vocabulary).parts.values()
     return tokens * sum(part.train_flops_per_token for part in parts)
 
 
 class Head:
-    """The head and its loss, forward and backward, on hidden states of a text."""
+    """Forward and backward pass of the head and its loss, on precomputed hidden states."""
 
     def __init__(self, training: Training):
         model = training.model
         assert isinstance(model, CalmForCausalLM)
-        ids, size = training.given["input_ids"], model.config.chunk_size
+        ids, size = training.inputs["input_ids"], model.config.chunk_size
         self.head = model.head
         self.hidden = model.hidden_states(ids[:, :-size]).detach().requires_grad_()
         self.posterior = model.posterior(model.chunks(ids)[:, 1:])

@@ -1,4 +1,4 @@
-"""What `calm bench` does: measure, and show medians with their spread."""
+"""The `calm bench` command: runs benchmarks and prints medians with minimum and maximum."""
 
 import sys
 from collections.abc import Iterator
@@ -26,37 +26,37 @@ ALL = "all"
 def bench(what: str, size: str, rounds: int, as_json: bool) -> None:
     if what not in (ALL, *KINDS):
         near = did_you_mean(what, list(KINDS))
-        raise UserError(f"calm bench measures {', '.join(KINDS)} or {ALL}, not {what!r}{near}")
+        raise UserError(f"unknown benchmark {what!r}: choose one of {', '.join(KINDS)} or {ALL}{near}")
     if size not in SIZES:
-        raise UserError(f"--size is one of {', '.join(SIZES)}, not {size!r}")
+        raise UserError(f"--size must be one of {', '.join(SIZES)}, not {size!r}")
     if torch.cuda.is_available():
-        console.warn("calm bench measures CPUs; this machine's GPUs are not used")
-    console.stderr.print("what the machine can do …")
-    found = machine.measured()
-    described = found.as_json()
+        console.warn("calm bench runs on the CPU; GPUs are not used")
+    console.stderr.print("measuring hardware limits …")
+    limits = machine.measured()
+    description = limits.as_json()
     if not as_json:
-        console.stdout.print(console.values_table("machine", described))
-    answers = {}
+        console.stdout.print(console.values_table("machine", description))
+    results = {}
     for kind in [what] if what != ALL else KINDS:
         if what == ALL and kind == "memory" and size != "laptop":
             continue
         console.stderr.print(f"{kind} …")
-        rows = list(_told(KINDS[kind](size, rounds, found)))
-        answers[kind] = [row._asdict() for row in rows]
+        rows = list(_with_status(KINDS[kind](size, rounds, limits)))
+        results[kind] = [row._asdict() for row in rows]
         if not as_json:
-            console.stdout.print(_table(f"{kind}, size {size}, medians of {rounds}", rows))
+            console.stdout.print(_table(f"{kind}, size {size}, median of {rounds} rounds", rows))
     if as_json:
-        console.print_json({"machine": described, "size": size, "rounds": rounds, **answers})
+        console.print_json({"machine": description, "size": size, "rounds": rounds, **results})
 
 
-def _told(rows: Iterator[Row]) -> Iterator[Row]:
-    """Something moves while it takes its minutes."""
+def _with_status(rows: Iterator[Row]) -> Iterator[Row]:
+    """Show a spinner while the rows are measured."""
     with console.stderr.status("measuring") if sys.stderr.isatty() else nullcontext():
         yield from rows
 
 
 def _table(title: str, rows: list[Row]) -> Table:
-    table = Table("", "median", "from", "to", "", title=title)
+    table = Table("", "median", "min", "max", "unit", title=title)
     for row in rows:
         table.add_row(row.name, *(f"{value:,.4g}" for value in (row.median, row.low, row.high)), row.unit)
     return table

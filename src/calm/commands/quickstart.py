@@ -1,4 +1,4 @@
-"""`calm quickstart` for people: the stages, then scores, samples and what to try next."""
+"""The `calm quickstart` command: runs the stages, then prints scores, samples and suggested commands."""
 
 from pathlib import Path
 
@@ -17,5 +17,5 @@ def quickstart(plan: Plan, output: Path, as_json: bool) -> None:
     for table in console.scores_tables(results["scores"]):
         console.stdout.print(table)
     console.show_samples(results["samples"])
-    console.stdout.print(f"The report is {output / REPORT}. To go on:", soft_wrap=True)
+    console.stdout.print(f"Report: {output / REPORT}. Next steps:", soft_wrap=True)
     print(next_commands(output), end="")

@@ -1,1 +1,1 @@
-"""The paper's tables and figures as commands."""
+"""The paper's tables and figures, reproduced by `calm reproduce`."""

@@ -1,4 +1,4 @@
-"""The figure of an experiment, in one style for all: a panel a measure, 95% intervals, a colour a series."""
+"""Figures of the experiments: one panel per column, one color per series, error bars for 95% intervals."""
 
 import io
 from typing import Any
@@ -18,11 +18,15 @@ STYLE: Any = {
 }
 COLOURS = ("#1f5fa8", "#e07b00", "#2a8c4a", "#b03a8c", "#6b6b6b", "#00a0a8")
 MARKERS = "os^Dvp"
-PLAIN = 0.1, 1e4  # numbers that need no powers of ten
+DECIMAL_RANGE = 0.1, 1e4  # axis limits within which tick labels are decimal numbers
 
 
 def draw(table: Table) -> bytes:
-    """A PNG."""
+    """Draw the figure of a table.
+
+    Returns:
+        The PNG file as bytes.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -36,10 +40,10 @@ def draw(table: Table) -> bytes:
             if figure.x:
                 _curves(axis, table, column)
             else:
-                _side_by_side(axis, table, column)
+                _categories(axis, table, column)
             axis.set_ylabel(label)
             if column.startswith("brier") and axis.get_ylim()[0] > 0:
-                axis.set_ylim(bottom=0)  # so that small differences look small
+                axis.set_ylim(bottom=0)  # a truncated axis would exaggerate small differences
         page.suptitle(table.experiment.title)
         content = io.BytesIO()
         page.savefig(content, format="png")
@@ -49,30 +53,30 @@ def draw(table: Table) -> bytes:
 
 def _curves(axis: Any, table: Table, column: str) -> None:
     figure = table.experiment.figure
-    every = [line for line in table.lines.values() if line.row.series and _place(line, figure.over) is not None]
-    for number, series in enumerate(dict.fromkeys(line.row.series for line in every)):
-        mine = [line for line in every if line.row.series == series and _known(line, column)]
-        if not mine:
+    lines = [line for line in table.lines.values() if line.row.series and _x(line, figure.x_column) is not None]
+    for number, series in enumerate(dict.fromkeys(line.row.series for line in lines)):
+        points = [line for line in lines if line.row.series == series and _has_value(line, column)]
+        if not points:
             continue
-        places = [_place(line, figure.over) for line in mine]
+        xs = [_x(line, figure.x_column) for line in points]
         style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
-        joined = "-" if len(mine) > 1 else ""
-        axis.errorbar(places, *_values(mine, column), linestyle=joined, capsize=3, label=series, **style)
-        if figure.over is not None and figure.named:
-            for line, place in zip(mine, places, strict=True):
+        linestyle = "-" if len(points) > 1 else ""
+        axis.errorbar(xs, *_values(points, column), linestyle=linestyle, capsize=3, label=series, **style)
+        if figure.x_column is not None and figure.annotate:
+            for line, x in zip(points, xs, strict=True):
                 text = f"{line.row.x:g}" if line.row.x is not None else line.row.label.removeprefix(f"{series}, ")
-                at = place, line.values[column].value
-                below = number % 2 == 0  # curves that meet have their names on two sides
-                side: Any = {"xytext": (5, -12), "ha": "left"} if below else {"xytext": (-5, 5), "ha": "right"}
-                axis.annotate(text, at, textcoords="offset points", fontsize=8, color=style["color"], **side)
+                xy = x, line.values[column].value
+                below = number % 2 == 0  # alternate sides, so that labels of adjacent curves do not overlap
+                offset: Any = {"xytext": (5, -12), "ha": "left"} if below else {"xytext": (-5, 5), "ha": "right"}
+                axis.annotate(text, xy, textcoords="offset points", fontsize=8, color=style["color"], **offset)
     axis.set_xlabel(figure.x)
     if figure.log_x:
         _log_scale(axis)
-    shown = len(axis.get_legend_handles_labels()[1])
-    if shown > 1:
+    num_series = len(axis.get_legend_handles_labels()[1])
+    if num_series > 1:
         axis.legend()
-    elif not shown:
-        _nothing(axis)
+    elif not num_series:
+        _no_values(axis)
 
 
 def _log_scale(axis: Any) -> None:
@@ -80,42 +84,44 @@ def _log_scale(axis: Any) -> None:
 
     axis.set_xscale("log")
     low, high = axis.get_xlim()
-    if low > PLAIN[0] and high < PLAIN[1]:
+    if low > DECIMAL_RANGE[0] and high < DECIMAL_RANGE[1]:
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _side_by_side(axis: Any, table: Table, column: str) -> None:
+def _categories(axis: Any, table: Table, column: str) -> None:
     lines = list(table.lines.values())
-    known = [place for place, line in enumerate(lines) if _known(line, column)]
-    if not known:
-        _nothing(axis)
-    axis.errorbar(known, *_values([lines[place] for place in known], column), fmt="o", capsize=4, color=COLOURS[0])
+    ticks = [tick for tick, line in enumerate(lines) if _has_value(line, column)]
+    if not ticks:
+        _no_values(axis)
+    axis.errorbar(ticks, *_values([lines[tick] for tick in ticks], column), fmt="o", capsize=4, color=COLOURS[0])
     axis.set_xticks(range(len(lines)), [line.row.label for line in lines], rotation=25, ha="right")
-    axis.set_xlim(-0.5, len(lines) - 0.5)  # a row without this score keeps its place
+    axis.set_xlim(-0.5, len(lines) - 0.5)  # rows without a value keep their tick
 
 
-def _nothing(axis: Any) -> None:
-    axis.text(0.5, 0.5, "no model has this score: a part of it is not above 0", ha="center", transform=axis.transAxes)
+def _no_values(axis: Any) -> None:
+    text = "undefined for all models: at least one Brier-n is not positive"
+    axis.text(0.5, 0.5, text, ha="center", transform=axis.transAxes)
 
 
-def _known(line: Line, column: str) -> bool:
+def _has_value(line: Line, column: str) -> bool:
     return column in line.values and line.values[column].value is not None
 
 
-def _place(line: Line, over: str | None) -> float | None:
-    return line.row.x if over is None else line.values[over].value if over in line.values else None
+def _x(line: Line, column: str | None) -> float | None:
+    return line.row.x if column is None else line.values[column].value if column in line.values else None
 
 
 def _values(lines: list[Line], column: str) -> tuple[list[float], list[list[float]]]:
-    """Heights, and how far the intervals reach down and up.
+    """Values, and the lengths of their error bars below and above.
 
-    A BrierLM with an upper end alone may be none: it reaches down to 0. Of what has no interval nothing is drawn.
+    A BrierLM without a lower bound may be undefined: its error bar extends to 0. Values without an interval get an
+    error bar of length 0.
     """
     values = [line.values[column] for line in lines]
-    heights = [float(v.value or 0) for v in values]
-    highs = [h if v.high is None else v.high for v, h in zip(values, heights, strict=True)]
-    lows = [(h if v.high is None else 0.0) if v.low is None else v.low for v, h in zip(values, heights, strict=True)]
-    down, up = ([max(0.0, a - b) for a, b in zip(*pair, strict=True)] for pair in ((heights, lows), (highs, heights)))
-    return heights, [down, up]
+    ys = [float(v.value or 0) for v in values]
+    highs = [h if v.high is None else v.high for v, h in zip(values, ys, strict=True)]
+    lows = [(h if v.high is None else 0.0) if v.low is None else v.low for v, h in zip(values, ys, strict=True)]
+    down, up = ([max(0.0, a - b) for a, b in zip(*pair, strict=True)] for pair in ((ys, lows), (highs, ys)))
+    return ys, [down, up]

@@ -1,10 +1,10 @@
-"""`calm reproduce`: train what experiments need, measure it, write tables, figures and a report.
+"""`calm reproduce`: train the models of the experiments, measure them, and write tables, figures and a report.
 
-OUTPUT/data             the text, where the scale takes the embedded one
-OUTPUT/runs/RECIPE-KEY  a directory of calm train for every run, whichever experiments need it
-OUTPUT/results.json     what was measured; what is there is never measured, and its runs never trained, again
-OUTPUT/NAME.md, .png    an experiment's table and figure
-OUTPUT/report.html      all of them
+OUTPUT/data             prepared data, for scales that use the embedded text
+OUTPUT/runs/RECIPE-KEY  output of calm train for each run, shared by all experiments that need it
+OUTPUT/results.json     measured results; these are never measured, and their runs never trained, again
+OUTPUT/NAME.md, .png    table and figure of an experiment
+OUTPUT/report.html      report of all experiments
 """
 
 import errno
@@ -29,17 +29,17 @@ from calm.paper.measures import Measure, Place, take
 from calm.paper.results import Results
 from calm.paper.runs import STEPS, Run, digest
 from calm.paper.scales import EMBEDDED, Scale
-from calm.paper.values import FAILED, Table, fill
+from calm.paper.values import FAILED, Table, build_table
 from calm.screen import Screen
 from calm.train.loop import Diverged, TrainingStopped, train
 from calm.train.tracking import METRICS
 
-FULL = {errno.ENOSPC, errno.EDQUOT}
-DRAWN = 2  # to be raised when tables, figures or answers are made in another way
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+OUTPUT_VERSION = 3  # increase when tables, figures or verdicts change, so that existing ones are written again
 
 
 class Reproduction:
-    """The experiments of one scale in one directory."""
+    """All experiments of one scale, in one output directory."""
 
     def __init__(
         self,
@@ -54,60 +54,63 @@ class Reproduction:
         self.scale, self.output, self.screen, self.world, self.resume = scale, output, screen, world, resume
         self.data = data or scale.prepared or output / "data"
         self.prepares = data is None and scale.prepared is None
-        self.text = digest(["embedded", asdict(EMBEDDED)]) if self.prepares else _text(self.data)
-        name = f"{scale.name}, K = {scale.chunk_size}" if scale.has_other_chunks else scale.name
+        self.text = digest(["embedded", asdict(EMBEDDED)]) if self.prepares else _data_digest(self.data)
+        name = f"{scale.name}, K = {scale.chunk_size}" if scale.has_custom_chunk_size else scale.name
         self.results = Results(output, name, self.text)
         self._check_version()
 
     def _check_version(self) -> None:
-        """Half of a run by one version and half by another would be a run of none."""
+        """Raise UserError if runs were started by another version: resuming them would mix two versions in one run."""
         runs = sorted((self.output / "runs").glob("*"))
         unfinished = [path.name for path in runs if not _is_trained(path)]
-        if self.results.begun_by != __version__ and unfinished:
+        if self.results.created_by != __version__ and unfinished:
             raise UserError(
-                f"{self.output} holds unfinished runs of calm {self.results.begun_by} ({', '.join(unfinished[:3])}), "
-                f"and this is {__version__}; remove them from {self.output / 'runs'}, or name another --output"
+                f"{self.output} contains unfinished runs of calm {self.results.created_by} "
+                f"({', '.join(unfinished[:3])}), but this is version {__version__}; remove them from "
+                f"{self.output / 'runs'} or choose another --output"
             )
 
     def run(self, experiment: Experiment, position: str = "") -> None:
-        """Measure what an experiment still wants."""
-        while wanted := self.wanted(experiment):
-            for number, (measure, label) in enumerate(wanted, start=1):
-                self.screen.stage(number, len(wanted), f"{position}{experiment.name}", f"{label}: {measure.kind}")
+        """Train and measure everything that is pending for an experiment."""
+        while pending := self.pending(experiment):
+            for number, (measure, label) in enumerate(pending, start=1):
+                self.screen.stage(number, len(pending), f"{position}{experiment.name}", f"{label}: {measure.kind}")
                 self._measure(measure)
 
-    def wanted(self, experiment: Experiment) -> list[tuple[Measure, str]]:
-        """What is not measured yet, each once, and the row that it is for."""
-        every = [(measure, row.label) for row in self.rows(experiment) for measure in self._measures([row])]
-        every += [(measure, "another seed") for measure in self._repeats(experiment)]
-        wanted = {measure.key(self.text): (measure, label) for measure, label in every}
-        return [pair for pair in wanted.values() if self.results.find(pair[0]) is None]
+    def pending(self, experiment: Experiment) -> list[tuple[Measure, str]]:
+        """Measures without a stored result, without duplicates, and the label of the row that needs each."""
+        required = [(measure, row.label) for row in self.rows(experiment) for measure in self._measures([row])]
+        required += [(measure, "another seed") for measure in self._repeats(experiment)]
+        unique = {measure.key(self.text): (measure, label) for measure, label in required}
+        return [pair for pair in unique.values() if self.results.find(pair[0]) is None]
 
     def digest(self, experiment: Experiment) -> str:
-        """Of everything that its numbers follow from."""
-        return digest([__version__, DRAWN, [measure.key(self.text) for measure in self._every(experiment)]])
+        """Hash of everything that determines the output of an experiment."""
+        return digest(
+            [__version__, OUTPUT_VERSION, [measure.key(self.text) for measure in self._all_measures(experiment)]]
+        )
 
     def table(self, experiment: Experiment) -> Table:
-        """Of an experiment that was measured."""
+        """The table of an experiment without pending measures."""
         rows = self.rows(experiment)
         repeats = self._repeats(experiment)
-        found = {row.label: [self._answers(self._known_seeds(each, repeats)) for each in row.measures] for row in rows}
-        return fill(experiment, rows, found, self._answers(repeats))
+        results = {row.label: [self._stored(self._with_seeds(each, repeats)) for each in row.measures] for row in rows}
+        return build_table(experiment, rows, results, self._stored(repeats))
 
-    def _known_seeds(self, measure: Measure, repeats: list[Measure]) -> list[Measure]:
-        """Those of the scale; of the base model, which has more, all."""
+    def _with_seeds(self, measure: Measure, repeats: list[Measure]) -> list[Measure]:
+        """The measure with each seed of the scale, or, for the base model, with all of its seeds."""
         keys = [each.key(self.text) for each in repeats]
         return repeats if measure.key(self.text) in keys else self._seeded(measure)
 
-    def _answers(self, measures: list[Measure]) -> list[dict[str, Any]]:
+    def _stored(self, measures: list[Measure]) -> list[dict[str, Any]]:
         return [self.results.measures[measure.key(self.text)]["answer"] for measure in measures]
 
     def rows(self, experiment: Experiment) -> list[Row]:
         return experiment.rows(self.scale, self.results.find)
 
     def commands(self, experiment: Experiment) -> list[str]:
-        """What it trains, as commands."""
-        runs = [run for measure in self._every(experiment) for run in measure.runs]
+        """The `calm train` commands of an experiment."""
+        runs = [run for measure in self._all_measures(experiment) for run in measure.runs]
         return [self.command(run) for run in dict.fromkeys(runs)]
 
     def command(self, run: Run) -> str:
@@ -129,7 +132,7 @@ class Reproduction:
     def _repeats(self, experiment: Experiment) -> list[Measure]:
         return [experiment.repeat(self.scale, seed) for seed in self.scale.repeats] if experiment.repeat else []
 
-    def _every(self, experiment: Experiment) -> list[Measure]:
+    def _all_measures(self, experiment: Experiment) -> list[Measure]:
         return self._measures(self.rows(experiment)) + self._repeats(experiment)
 
     def _measure(self, measure: Measure) -> None:
@@ -139,69 +142,69 @@ class Reproduction:
             for run in measure.runs:
                 self._train(run)
             began = time.perf_counter()
-            answer = self._take(measure)
-        except Diverged as error:  # a result, too
+            result = self._take(measure)
+        except Diverged as error:  # divergence is a result of its own
             self.screen.warn(str(error))
-            answer = {FAILED: str(error).splitlines()[0]}
-        self.results.keep(measure, answer, time.perf_counter() - began)
+            result = {FAILED: str(error).splitlines()[0]}
+        self.results.keep(measure, result, time.perf_counter() - began)
         if self.world.is_main:
             self.results.write()
 
     def _take(self, measure: Measure) -> dict[str, Any]:
         config = measure.run.config(self.data, self._autoencoder(measure.run))
-        with self.screen.evaluation() as tell:
-            place = Place(config, self.directory(measure.run) / "model", self.data, self.world, tell)
+        with self.screen.evaluation() as report:
+            place = Place(config, self.directory(measure.run) / "model", self.data, self.world, report)
             return self.world.broadcast(take(measure, place))
 
     def _prepare(self) -> None:
         if (self.data / MANIFEST).exists():
             return
         if not self.prepares:
-            how = f"; make it with: {self.scale.preparation}" if self.scale.preparation else ""
-            raise UserError(f"{self.data} holds no prepared text{how}")
+            remedy = f"; create it with: {self.scale.preparation}" if self.scale.preparation else ""
+            raise UserError(f"{self.data} contains no prepared data{remedy}")
         if self.world.is_main:
-            with self.screen.preparation() as tell:
-                prepare(["embedded"], self.data, EMBEDDED, resume=True, report=tell, warn=self.screen.warn)
-        self.world.broadcast(None)  # the others wait
+            with self.screen.preparation() as report:
+                prepare(["embedded"], self.data, EMBEDDED, resume=True, report=report, warn=self.screen.warn)
+        self.world.broadcast(None)  # barrier: the other processes wait for the data
 
     def _train(self, run: Run) -> None:
         directory = self.directory(run)
         if _is_trained(directory):
             return
         if directory.exists() and not self.resume:
-            raise UserError(f"{directory} holds an unfinished run; --resume goes on with it")
+            raise UserError(f"{directory} contains an unfinished run; continue it with --resume")
         config = run.config(self.data, self._autoencoder(run))
-        if self.world.is_main and run.can_go_on and not directory.exists():
-            self._take_over(run, directory)
+        if self.world.is_main and run.is_extendable and not directory.exists():
+            self._start_from_shorter_run(run, directory)
         self.world.broadcast(None)
         try:
-            with self.screen.training(config.train.steps) as tell:
-                train(config, directory, resume=True, report=tell, warn=self.screen.warn)
+            with self.screen.training(config.train.steps) as report:
+                train(config, directory, resume=True, report=report, warn=self.screen.warn)
         except TrainingStopped as stopped:
-            raise TrainingStopped("stopped; the same command with --resume goes on", stopped.signum) from stopped
-        self.world.broadcast(None)  # until the model is written
+            raise TrainingStopped("stopped; repeat the command with --resume to continue", stopped.signum) from stopped
+        self.world.broadcast(None)  # barrier: wait until the model is saved
 
-    def _take_over(self, run: Run, directory: Path) -> None:
-        """Begin with the last checkpoint of the longest run that this one is a continuation of, if there is one."""
+    def _start_from_shorter_run(self, run: Run, directory: Path) -> None:
+        """Copy the checkpoints of the longest finished run that this run extends, if there is one."""
         shorter = {}
         for path in (self.output / "runs").glob(f"{run.recipe}-*"):
             if _is_trained(path):
                 steps = load_config(str(path / CONFIG_FILE)).train.steps
-                if steps < run.steps and self.directory(run.but({STEPS: steps})) == path:
+                if steps < run.steps and self.directory(run.with_settings({STEPS: steps})) == path:
                     shorter[steps] = path
         if not shorter:
             return
-        source, aside = shorter[max(shorter)], directory.with_name(directory.name + ".writing")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        shutil.copytree(source / "checkpoints", aside / "checkpoints")
-        shutil.copy(source / METRICS, aside / METRICS)
-        save_config(load_config(str(source / CONFIG_FILE)), aside)
-        aside.rename(directory)
+        source, temporary = shorter[max(shorter)], directory.with_name(directory.name + ".writing")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        shutil.copytree(source / "checkpoints", temporary / "checkpoints")
+        shutil.copy(source / METRICS, temporary / METRICS)
+        save_config(load_config(str(source / CONFIG_FILE)), temporary)
+        temporary.rename(directory)
 
 
-def _text(data: Path) -> str:
-    """What a prepared directory holds; of one that is not there, that it is not."""
+def _data_digest(data: Path) -> str:
+    """Hash of the contents of a prepared data directory, or "missing"."""
     if not (data / MANIFEST).exists():
         return "missing"
     manifest = read_manifest(data)
@@ -216,18 +219,20 @@ def _is_trained(directory: Path) -> bool:
 def reproduction(
     scale: Scale, output: Path, screen: Screen, *, data: Path | None = None, resume: bool = False
 ) -> Iterator[Reproduction]:
-    """A directory of experiments, kept to one process (or to those of one torchrun)."""
+    """Open an output directory with an exclusive lock, held by this process (or by one torchrun job)."""
     with process_group() as world, claimed(output, "calm reproduce") if world.is_main else nullcontext():
         try:
             yield Reproduction(scale, output, screen, world, data=data, resume=resume)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL:
                 raise
-            raise UserError(f"no space is left for {output}; make some, and go on with --resume") from error
+            raise UserError(
+                f"no space left on the device of {output}; free some space and continue with --resume"
+            ) from error
 
 
 def as_json(table: Table) -> dict[str, Any]:
-    """The numbers of an experiment and what they answer."""
+    """Values and verdicts of an experiment as plain objects."""
     return {
         "rows": [
             {

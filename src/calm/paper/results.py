@@ -1,6 +1,6 @@
-"""results.json: everything that was measured, by the hash of what it was measured on. No weights, no paths.
+"""results.json: all measured results, keyed by a hash of the run and options. Contains no weights and no paths.
 
-One line a measure, so that a file in a repository shows what a sitting has added.
+Each measure is one line, so that diffs of a file under version control show which results were added.
 """
 
 import json
@@ -21,31 +21,36 @@ FORMAT = 1
 
 
 class Results:
+    """Results of one scale, backed by results.json."""
+
     def __init__(self, directory: Path, scale: str, text: str):
         self.path, self.text = directory / FILE, text
         self.header = {"format": FORMAT, "scale": scale, "calm": __version__}
         self.measures: dict[str, dict[str, Any]] = {}
         self.experiments: dict[str, Any] = {}
-        self.begun_by = __version__
+        self.created_by = __version__
         if self.path.exists():
             self._read()
 
     def _read(self) -> None:
         try:
-            kept = json.loads(self.path.read_bytes())
-            found = {name: kept[name] for name in self.header}
-            self.measures, self.experiments = dict(kept["measures"]), dict(kept["experiments"])
+            stored = json.loads(self.path.read_bytes())
+            header = {name: stored[name] for name in self.header}
+            self.measures, self.experiments = dict(stored["measures"]), dict(stored["experiments"])
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{self.path} cannot be read ({error}); restore it, or name another --output") from error
+            raise UserError(
+                f"cannot read {self.path} ({error}); restore the file or choose another --output"
+            ) from error
         for name in ("format", "scale"):
-            wanted = self.header[name]
-            if found[name] != wanted:
-                raise UserError(f"{self.path} has {name} {found[name]!r}, not {wanted!r}; name another --output")
-        self.begun_by = found["calm"]
+            expected = self.header[name]
+            if header[name] != expected:
+                raise UserError(f"{self.path} has {name} {header[name]!r}, not {expected!r}; choose another --output")
+        self.created_by = header["calm"]
 
     def find(self, measure: Measure) -> dict[str, Any] | None:
-        kept = self.measures.get(measure.key(self.text))
-        return kept["answer"] if kept is not None else None
+        """The stored result of a measure, or None."""
+        stored = self.measures.get(measure.key(self.text))
+        return stored["answer"] if stored is not None else None
 
     def keep(self, measure: Measure, answer: dict[str, Any], seconds: float) -> None:
         self.measures[measure.key(self.text)] = {
@@ -70,7 +75,7 @@ class Results:
 
 
 def hardware() -> str:
-    """The processor and how many of it this process may use."""
+    """CPU model, and the number of cores available to this process."""
     names = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 

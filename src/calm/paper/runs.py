@@ -1,8 +1,8 @@
-"""A training run of an experiment: a recipe, what is different in it, and the autoencoder that it stands on.
+"""A training run of an experiment: a recipe, overridden settings, and the autoencoder of a language model.
 
-A run is known by its key, a hash of its configuration, of the text and of its autoencoder's key; directories and what
-only decides how often a run is looked at do not count. Experiments that need the same run therefore share it, and a
-result that was kept is found again on another machine.
+A run is identified by its key, a hash of its configuration, its data and its autoencoder's key. Paths and settings that
+do not affect the weights, such as logging intervals, are excluded. Experiments that need the same run therefore share
+it, and stored results remain valid on other machines.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Any
 
 from calm.config import RunConfig, load_config
 
-WITHOUT_EFFECT = {  # fields of train that change no weight
+NO_EFFECT_ON_WEIGHTS = {  # fields of the train section that are not part of the key
     *("log_every", "evaluate_every", "evaluation_batches", "checkpoint_every", "keep_checkpoints"),
     *("tensorboard", "wandb"),
 }
@@ -28,57 +28,57 @@ def digest(value: Any) -> str:
 @dataclass(frozen=True)
 class Run:
     recipe: str
-    settings: tuple[tuple[str, Any], ...] = ()  # fields of the recipe and their values; the last word counts
+    settings: tuple[tuple[str, Any], ...] = ()  # recipe field → value; later values override earlier ones
     autoencoder: "Run | None" = None
 
-    def but(self, changes: dict[str, Any]) -> "Run":
-        """The same with other values of some fields."""
+    def with_settings(self, changes: dict[str, Any]) -> "Run":
+        """A copy with changed settings."""
         return replace(self, settings=(*self.settings, *changes.items()))
 
     def of(self, seed: int) -> "Run":
-        """The same with another seed; the autoencoder stays."""
-        return self.but({"seed": seed}) if seed else self
+        """A copy with another seed and the same autoencoder."""
+        return self.with_settings({"seed": seed}) if seed else self
 
     def config(self, data: Path, autoencoder: Path | None) -> RunConfig:
         return load_config(self.recipe, self.overrides(data, autoencoder))
 
     def overrides(self, data: Path, autoencoder: Path | None) -> list[str]:
-        """What `calm train RECIPE --set` takes."""
+        """Arguments of `calm train RECIPE --set`."""
         values = dict(self.settings) | {"data.sets.0.path": str(data)}
         if autoencoder is not None:
             values["language_model.autoencoder"] = str(autoencoder)
         return [f"{field}={json.dumps(value)}" for field, value in values.items()]
 
     @property
-    def plain(self) -> RunConfig:
-        """The configuration as far as it depends on no directory."""
-        return _plain(self)
+    def base_config(self) -> RunConfig:
+        """The configuration with placeholder paths."""
+        return _base_config(self)
 
     @property
     def steps(self) -> int:
-        return self.plain.train.steps
+        return self.base_config.train.steps
 
     def key(self, text: str) -> str:
-        """`text` says what is read: other data, other keys."""
+        """Hash of everything that determines the weights; `text` identifies the training data."""
         return _key(self, text)
 
     def until(self, share: float) -> "Run":
-        """The same run after a part of its steps. The learning rate must not know where it ends: it stays constant."""
-        return self.but({STEPS: max(1, round(share * self.steps)), "optimizer.schedule": "constant"})
+        """The run after a fraction of its steps, with a constant learning rate: shorter runs can be extended."""
+        return self.with_settings({STEPS: max(1, round(share * self.steps)), "optimizer.schedule": "constant"})
 
     @property
-    def can_go_on(self) -> bool:
-        """Whether a longer run of the same kind is this one, continued."""
-        return self.plain.optimizer.schedule == "constant"
+    def is_extendable(self) -> bool:
+        """Whether a longer run can continue from this one and reach the same weights."""
+        return self.base_config.optimizer.schedule == "constant"
 
 
-@cache  # a recipe file is read and checked for each
-def _plain(run: Run) -> RunConfig:
+@cache  # avoids loading and validating the recipe again
+def _base_config(run: Run) -> RunConfig:
     return run.config(Path("data"), run.autoencoder and Path("autoencoder"))
 
 
 @cache
 def _key(run: Run, text: str) -> str:
-    values = run.plain.model_dump(mode="json", exclude_defaults=True)
-    values["train"] = {name: value for name, value in values["train"].items() if name not in WITHOUT_EFFECT}
+    values = run.base_config.model_dump(mode="json", exclude_defaults=True)
+    values["train"] = {name: value for name, value in values["train"].items() if name not in NO_EFFECT_ON_WEIGHTS}
     return digest([values, text, run.autoencoder and run.autoencoder.key(text)])

@@ -1,8 +1,8 @@
-"""How large the experiments are: seconds, hours on two cores, a day, or the paper's own size on a cluster.
+"""Scales of the experiments: from minutes on two cores to the paper's model sizes on a cluster.
 
-A scale says which recipes stand for the paper's models, on which text, and how much of it is scored. Everything else is
-the same at every scale. The embedded text is cut into letters and their most frequent pairs, where small models soon
-have a BrierLM: orderings can be seen only where scores are above 0.
+A scale selects the recipes for the paper's models, the data, and how much of it is scored. Everything else is the same
+at every scale. The embedded text uses a vocabulary of 280 tokens, mostly single characters: small models soon reach a
+positive BrierLM on it, and models can only be ranked by scores above 0.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from calm.errors import UserError, did_you_mean
 from calm.paper.runs import STEPS, Run
 
 CHUNK_SIZES = (1, 2, 4, 8)
-USUAL_CHUNK_SIZE = 4
+DEFAULT_CHUNK_SIZE = 4
 EMBEDDED = PrepareOptions("bpe:280", validation_share=0.05, test_share=0.05)
 
 
@@ -22,52 +22,57 @@ EMBEDDED = PrepareOptions("bpe:280", validation_share=0.05, test_share=0.05)
 class Scale:
     name: str
     about: str
-    prepared: Path | None  # where the user has put the text; None: the embedded one, which is prepared on the way
-    preparation: str  # the command for it
-    autoencoders: dict[int, Run]  # by K
-    calms: dict[str, Run]  # by size; "base" is that of the ablations
+    prepared: Path | None  # the prepared data; None: prepare the embedded text
+    preparation: str  # command that creates `prepared`
+    autoencoders: dict[int, Run]  # by chunk size K
+    calms: dict[str, Run]  # by size; "base" is used in ablations
     transformers: dict[str, Run]
-    moments: tuple[float, ...]  # of training, as shares of its steps, where curves are measured
-    seeds: tuple[int, ...] = (0,)  # of every run
-    repeats: tuple[int, ...] = ()  # seeds of the base run alone, which show how far trainings lie apart by chance
-    chunk_size: int = USUAL_CHUNK_SIZE
+    curve_points: tuple[float, ...]  # fractions of the training steps at which training curves are measured
+    seeds: tuple[int, ...] = (0,)  # seeds of each run
+    repeats: tuple[int, ...] = ()  # seeds of the base run, to estimate variance across seeds
+    chunk_size: int = DEFAULT_CHUNK_SIZE
     split: str = "test"
-    samples: int = 16  # at each position
-    context: int | None = None  # tokens
-    most_tokens: int | None = None  # of the text
-    positions: int = 400  # of the accuracy-diversity plane
+    samples: int = 16  # per position
+    context: int | None = None  # in tokens
+    most_tokens: int | None = None  # maximum number of tokens to score
+    positions: int = 400  # of the accuracy-diversity trade-off
     candidates: tuple[int, ...] = (1, 10, 20, 50, 100, 200, 500, 1000)
 
     @property
-    def has_other_chunks(self) -> bool:
-        return self.chunk_size != USUAL_CHUNK_SIZE
+    def has_custom_chunk_size(self) -> bool:
+        return self.chunk_size != DEFAULT_CHUNK_SIZE
 
     @property
     def directory(self) -> str:
-        return f"{self.name}-k{self.chunk_size}" if self.has_other_chunks else self.name
+        return f"{self.name}-k{self.chunk_size}" if self.has_custom_chunk_size else self.name
 
     def autoencoder(self, changes: dict[str, Any] | None = None, chunk_size: int | None = None) -> Run:
-        return self.autoencoders[chunk_size or self.chunk_size].but(changes or {})
+        return self.autoencoders[chunk_size or self.chunk_size].with_settings(changes or {})
 
     def calm(self, changes: dict[str, Any] | None = None, *, size: str = "base", autoencoder: Run | None = None) -> Run:
-        """A language model on the scale's own autoencoder, or on another."""
-        below = autoencoder or self.autoencoder()
-        chunk_size = below.plain.data.chunk_size
-        shape = {f"autoencoder.{name}": getattr(below.plain.autoencoder, name) for name in SHAPE}
-        run = Run(self.calms[size].recipe, self.calms[size].settings, below)
-        length = run.plain.data.sequence_length * chunk_size // run.plain.data.chunk_size  # as many chunks
-        rows = (
-            run.plain.data.batch_size * self.chunk_size // chunk_size
-        )  # and as many tokens as the scale's own K reads
-        kept = {"data.chunk_size": chunk_size, "data.sequence_length": length, "data.batch_size": max(1, rows)}
-        return run.but(kept | shape | (changes or {}))
+        """A CALM language model on the given autoencoder, by default that of the scale.
+
+        The number of chunks per sequence does not depend on the chunk size. The batch size is adjusted so that a step
+        has as many tokens as with the scale's own chunk size.
+        """
+        autoencoder = autoencoder or self.autoencoder()
+        chunk_size = autoencoder.base_config.data.chunk_size
+        shape = {f"autoencoder.{name}": getattr(autoencoder.base_config.autoencoder, name) for name in SHAPE}
+        run = Run(self.calms[size].recipe, self.calms[size].settings, autoencoder)
+        data = run.base_config.data
+        settings = {
+            "data.chunk_size": chunk_size,
+            "data.sequence_length": data.sequence_length * chunk_size // data.chunk_size,
+            "data.batch_size": max(1, data.batch_size * self.chunk_size // chunk_size),
+        }
+        return run.with_settings(settings | shape | (changes or {}))
 
     def transformer(self, size: str = "base") -> Run:
         return self.transformers[size]
 
-    def along(self, run: Run) -> list[tuple[int, Run]]:
-        """The run at several moments of its training, with the steps of each."""
-        return [((until := run.until(share)).steps, until) for share in self.moments]
+    def training_curve(self, run: Run) -> list[tuple[int, Run]]:
+        """The run after each fraction of its steps in `curve_points`, as (steps, run)."""
+        return [((until := run.until(share)).steps, until) for share in self.curve_points]
 
 
 SHAPE = ("latent_size", "hidden_size", "intermediate_size", "num_encoder_layers", "num_decoder_layers")
@@ -81,37 +86,39 @@ def _backbone(layers: int, width: int, heads: int = 4) -> dict[str, Any]:
 
 
 def _embedded(name: str, about: str, sizes: dict[str, dict[str, Any]], changes: dict[str, Any], **more: Any) -> Scale:
-    """A scale on the embedded text, by the recipes for characters; `changes` are those of all three."""
+    """A scale on the embedded text with the characters-* recipes; `changes` apply to all three of them."""
     autoencoders = {
-        k: Run("characters-autoencoder").but({"data.chunk_size": k, "autoencoder.latent_size": 8 * k, **changes})
+        k: Run("characters-autoencoder").with_settings(
+            {"data.chunk_size": k, "autoencoder.latent_size": 8 * k, **changes}
+        )
         for k in CHUNK_SIZES
     }
-    calm, transformer = (Run(f"characters-{kind}").but(changes) for kind in ("calm", "transformer"))
-    calms = {size: calm.but(shape) for size, shape in sizes.items()}
-    transformers = {size: transformer.but(shape) for size, shape in sizes.items()}
+    calm, transformer = (Run(f"characters-{kind}").with_settings(changes) for kind in ("calm", "transformer"))
+    calms = {size: calm.with_settings(shape) for size, shape in sizes.items()}
+    transformers = {size: transformer.with_settings(shape) for size, shape in sizes.items()}
     return Scale(name, about, None, "", autoencoders, calms, transformers, context=128, **more)
 
 
 _SMALL = {"S": _backbone(1, 32), "M": _backbone(1, 48), "L": _backbone(2, 48), "XL": _backbone(2, 64)}
 TOY = _embedded(
     "toy",
-    "minutes on two cores: to see that everything runs; the numbers mean nothing",
+    "minutes on two cores; a smoke test whose scores are not meaningful",
     {"base": _SMALL["S"], **_SMALL},
     {STEPS: 20, "optimizer.warmup_steps": 5, "autoencoder.hidden_size": 32, "autoencoder.intermediate_size": 64},
-    moments=(0.25, 0.5, 1.0),
+    curve_points=(0.25, 0.5, 1.0),
     samples=4,
     most_tokens=3_000,
     positions=40,
     candidates=(1, 10, 20),
     repeats=(0, 1, 2),
 )
-_MIDDLE = {"S": _backbone(2, 128), "M": _backbone(4, 192), "L": _backbone(4, 256), "XL": _backbone(6, 384, 6)}
+_MEDIUM = {"S": _backbone(2, 128), "M": _backbone(4, 192), "L": _backbone(4, 256), "XL": _backbone(6, 384, 6)}
 LAPTOP = _embedded(
     "laptop",
-    "hours on two cores: about six minutes of one core a run, on text in letters",
-    {"base": _MIDDLE["L"], **_MIDDLE},
+    "hours on two cores: about six minutes per run on one core, character-level text",
+    {"base": _MEDIUM["L"], **_MEDIUM},
     {},
-    moments=(0.05, 0.1, 0.25, 0.5, 0.75, 1.0),
+    curve_points=(0.05, 0.1, 0.25, 0.5, 0.75, 1.0),
     most_tokens=40_000,
     positions=2_000,
     repeats=(0, 1, 2, 3),
@@ -124,43 +131,46 @@ def _recipes(prefix: str, sizes: tuple[str, ...]) -> dict[str, Run]:
 
 ENWIK8 = Scale(
     "enwik8",
-    "days on two cores: text of Wikipedia, an hour a run",
+    "days on two cores: Wikipedia text, about an hour per run",
     Path("data/enwik8"),
     "calm prepare enwik8.train.jsonl.gz --tokenizer bpe:8192 --validation-share 0.02 --test-share 0.02 "
     "--output data/enwik8",
-    {k: Run("enwik8-autoencoder").but({"data.chunk_size": k, "autoencoder.latent_size": 16 * k}) for k in CHUNK_SIZES},
+    {
+        k: Run("enwik8-autoencoder").with_settings({"data.chunk_size": k, "autoencoder.latent_size": 16 * k})
+        for k in CHUNK_SIZES
+    },
     {
         "base": Run("enwik8-calm"),
-        "M": Run("enwik8-calm").but(_backbone(4, 256)),
+        "M": Run("enwik8-calm").with_settings(_backbone(4, 256)),
         "L": Run("enwik8-calm"),
-        "XL": Run("enwik8-calm").but(_backbone(8, 512, 8)),
+        "XL": Run("enwik8-calm").with_settings(_backbone(8, 512, 8)),
     },
     {
         "base": Run("enwik8-transformer"),
-        "S": Run("enwik8-transformer").but(_backbone(4, 192)),
-        "M": Run("enwik8-transformer").but(_backbone(4, 256)),
+        "S": Run("enwik8-transformer").with_settings(_backbone(4, 192)),
+        "M": Run("enwik8-transformer").with_settings(_backbone(4, 256)),
         "L": Run("enwik8-transformer"),
     },
-    moments=(0.05, 0.1, 0.25, 0.5, 0.75, 1.0),
+    curve_points=(0.05, 0.1, 0.25, 0.5, 0.75, 1.0),
 )
 PAPER = Scale(
     "paper",
-    "the paper's sizes, text and steps: for a cluster (torchrun ... -m calm reproduce)",
+    "the paper's model sizes, data and steps, for a cluster (torchrun ... -m calm reproduce)",
     Path("data/pile"),
     "calm prepare 'pile/*.jsonl.zst' --tokenizer tokenizer.model --validation-share 0.0001 --test-share 0.0001 "
     "--output data/pile",
     {k: Run(f"paper-autoencoder-k{k}") for k in CHUNK_SIZES},
     {"base": Run("paper-ablation"), **_recipes("paper-calm", ("s", "m", "l", "xl"))},
     {"base": Run("paper-transformer-s"), **_recipes("paper-transformer", ("s", "m", "l"))},
-    moments=(0.1, 0.25, 0.5, 0.75, 1.0),
+    curve_points=(0.1, 0.25, 0.5, 0.75, 1.0),
     samples=4,
 )
 SCALES = {scale.name: scale for scale in (TOY, LAPTOP, ENWIK8, PAPER)}
 
 
-def scale_of(name: str, chunk_size: int = USUAL_CHUNK_SIZE) -> Scale:
+def scale_of(name: str, chunk_size: int = DEFAULT_CHUNK_SIZE) -> Scale:
     if name not in SCALES:
-        raise UserError(f"no scale {name!r}: there are {', '.join(SCALES)}{did_you_mean(name, list(SCALES))}")
+        raise UserError(f"unknown scale {name!r}: choose one of {', '.join(SCALES)}{did_you_mean(name, list(SCALES))}")
     if chunk_size not in CHUNK_SIZES:
         raise UserError(f"--chunk-size must be one of {', '.join(map(str, CHUNK_SIZES))}, not {chunk_size}")
     return replace(SCALES[name], chunk_size=chunk_size)

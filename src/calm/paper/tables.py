@@ -1,4 +1,4 @@
-"""An experiment's table: our numbers with their 95% intervals, the paper's own beside them, and what they answer."""
+"""Tables of an experiment: measured values with 95% intervals next to the paper's, and verdicts on its claims."""
 
 from typing import Any
 
@@ -6,71 +6,71 @@ from calm.paper.values import Table, Value
 
 LARGE = 1e7
 PAPER = "paper: "
-INTERVALS = "Scores in percent, with 95% intervals over documents."
+INTERVALS = "Scores are in percent, with 95% bootstrap intervals over documents."
 
 
 def cells(table: Table) -> tuple[list[str], list[list[str]]]:
-    """Head and rows; a column of the paper's follows each of ours that it prints."""
-    shown = [name for name in table.experiment.columns if any(name in line.values for line in table.lines.values())]
-    printed = {name for line in table.lines.values() for name in line.row.paper}
-    head = [""]
-    for name in shown:
+    """Header and rows. Columns that the paper also reports are followed by the paper's values."""
+    columns = [name for name in table.experiment.columns if any(name in line.values for line in table.lines.values())]
+    in_paper = {name for line in table.lines.values() for name in line.row.paper}
+    header = [""]
+    for name in columns:
         title = table.experiment.columns[name]
-        head += [title, PAPER + title] if name in printed else [title]
+        header += [title, PAPER + title] if name in in_paper else [title]
     rows = []
     for label, line in table.lines.items():
         row = [label + (f" ({len(line.briers)} seeds)" if len(line.briers) > 1 else "")]
-        for name in shown:
-            row.append("fails" if line.failed else _shown(line.values.get(name)))
-            if name in printed:
+        for name in columns:
+            row.append("failed" if line.failed else _formatted(line.values.get(name)))
+            if name in in_paper:
                 row.append(_number(line.row.paper.get(name)))
         rows.append(row)
-    return head, rows
+    return header, rows
 
 
 def about_intervals(table: Table) -> str:
-    """What the intervals hold, and what chance in training adds to them."""
+    """What the intervals cover, and how much scores vary across training seeds."""
     if len(table.repeats) < 2:
-        return f"{INTERVALS} How much a training's seed matters is not in them."
-    spread = {title: table.chance(name) for name, title in (("brier_lm", "BrierLM"), ("brier_1", "Brier-1"))}
-    known = " and ".join(f"{value:.2g} in {title}" for title, value in spread.items() if value is not None)
+        return f"{INTERVALS} Variance across training seeds is not included."
+    spread = {title: table.seed_margin(name) for name, title in (("brier_lm", "BrierLM"), ("brier_1", "Brier-1"))}
+    margins = " and ".join(f"±{value:.2g} for {title}" for title, value in spread.items() if value is not None)
     return (
-        f"{INTERVALS} The answers also allow for chance in training: by {len(table.repeats)} seeds of the base model, "
-        f"95 of 100 trainings differ from the mean by at most {known}."
+        f"{INTERVALS} Verdicts also account for variance across training seeds, estimated from {len(table.repeats)} "
+        f"seeds of the base model (95%: {margins})."
     )
 
 
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def document(table: Table, verdicts: list[dict[str, Any]], command: str, about: str) -> str:
-    """The Markdown file of an experiment."""
+    """Contents of the Markdown file of an experiment."""
     experiment = table.experiment
     note = f"\n{experiment.note}\n" if experiment.note else ""
-    answers = [[v["claim"], v["answer"], v["numbers"]] for v in verdicts]
+    verdict_rows = [[v["claim"], v["answer"], v["numbers"]] for v in verdicts]
     return f"""# {experiment.title}
 
-`{command}` ({about}). The paper, {experiment.place}: {experiment.finding}
+`{command}` ({about}). Paper, {experiment.source}: {experiment.finding}
 
 {markdown(*cells(table))}
 
 {about_intervals(table)}
 {note}
-{markdown(["does it hold here?", "answer", "numbers"], answers)}
+{markdown(["claim", "reproduced?", "evidence"], verdict_rows)}
 
 ![{experiment.title}]({experiment.name}.png)
 """
 
 
-def _shown(value: Value | None) -> str:
+def _formatted(value: Value | None) -> str:
     if value is None:
         return ""
     if value.value is None:
-        return "none"
+        return "undefined"
     if value.low is None or value.high is None:
-        return _number(value.value) + (" (lower end below 0)" if value.high is not None else "")
+        return _number(value.value) + (" (lower bound undefined)" if value.high is not None else "")
     return f"{_number(value.value)} ({_number(value.low)} to {_number(value.high)})"
 
 

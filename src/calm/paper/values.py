@@ -1,8 +1,8 @@
-"""From measures to numbers with intervals, and from numbers to answers: does the paper's ordering hold?
+"""Values with 95% intervals from stored measures, and verdicts on the paper's claims.
 
-Brier scores of several seeds are means over seeds. Intervals come from a bootstrap over
-documents, differences are paired. Two trainings also differ by chance: how much, several seeds of the base model tell,
-and the interval of a difference is made wider by it. An ordering holds if the whole interval says so, and each seed.
+Brier scores are averaged over seeds. Intervals are bootstrapped over documents; differences are paired. Scores also
+vary across training seeds: this variance is estimated from several seeds of the base model and added to the interval
+of each difference. An ordering counts as reproduced if the whole interval and every seed agree with it.
 """
 
 import math
@@ -17,13 +17,15 @@ from calm.paper.experiment import Experiment, Row
 from calm.paper.runs import Run
 from calm.scores.brier import LONGEST
 
-WIDE = 1.96  # standard errors of a 95% interval
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # the same where the error is that of 2, 3, … values
-YES, NO, OPEN = "yes", "no", "undecided"
-FAILED = "failed"  # in the answer of a measure whose training diverged
+Z_95 = 1.96  # half-width of a normal 95% interval in standard errors
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, for 2, 3, … samples
+YES, NO, UNDECIDED = "yes", "no", "undecided"
+FAILED = "failed"  # key in the result of a measure whose training run diverged
 
 
 class Value(NamedTuple):
+    """A value with the bounds of its 95% interval, and the values of the individual seeds."""
+
     value: float | None
     low: float | None = None
     high: float | None = None
@@ -33,40 +35,40 @@ class Value(NamedTuple):
     def of(cls, score: Score, by_seed: tuple[float | None, ...] = ()) -> "Value":
         return cls(score.value, score.low, score.high, by_seed)
 
-    def wider(self, chance: float) -> "Value":
-        """With an interval for another source of errors, too, which are within ± chance in 95 of 100 cases."""
-        low, value, high = self.ends
+    def widened(self, margin: float) -> "Value":
+        """Add an independent source of error with a 95% interval of ± `margin` to the interval."""
+        low, value, high = self.bounds
         return self._replace(
-            low=None if self.low is None else value - math.hypot(value - low, chance),
-            high=None if self.high is None else value + math.hypot(high - value, chance),
+            low=None if self.low is None else value - math.hypot(value - low, margin),
+            high=None if self.high is None else value + math.hypot(high - value, margin),
         )
 
     @property
-    def ends(self) -> tuple[float, float, float]:
-        """Lower end, value, upper end, of one that is known."""
+    def bounds(self) -> tuple[float, float, float]:
+        """(low, value, high); missing bounds default to the value, which must not be None."""
         assert self.value is not None
-        low, high = (self.value if end is None else end for end in (self.low, self.high))
+        low, high = (self.value if bound is None else bound for bound in (self.low, self.high))
         return low, self.value, high
 
 
 class Verdict(NamedTuple):
     claim: str
-    answer: str  # yes, no, undecided
+    answer: str  # YES, NO or UNDECIDED
     numbers: str
 
 
 @dataclass
 class Line:
-    """A row with its numbers."""
+    """A row with its values."""
 
     row: Row
     values: dict[str, Value] = field(default_factory=dict)
-    briers: list[BrierLM] = field(default_factory=list)  # one a seed
-    failed: str | None = None  # why there are no numbers
+    briers: list[BrierLM] = field(default_factory=list)  # one per seed
+    failed: str | None = None  # why training failed, if it did
 
     @property
-    def trained(self) -> Run:
-        """What its score is of: rows of one training differ in how it is sampled."""
+    def run(self) -> Run:
+        """The training run that was scored; rows that differ only in sampling share it."""
         return next(measure.run for measure in self.row.measures if measure.kind == "scores")
 
     @property
@@ -78,94 +80,106 @@ class Line:
 class Table:
     experiment: Experiment
     lines: dict[str, Line]
-    repeats: list[BrierLM] = field(default_factory=list)  # the base model with one seed and another
+    repeats: list[BrierLM] = field(default_factory=list)  # scores of the base model, one per seed
 
     def series(self, name: str) -> list[Line]:
         return [line for line in self.lines.values() if line.row.series == name]
 
-    def learns_nothing(self, claim: str, label: str) -> Verdict:
-        """Whether training failed, or a Brier-n is surely not above 0, so that BrierLM, which multiplies them, is none.
+    def fails_to_learn(self, claim: str, label: str) -> Verdict:
+        """Test whether training diverged or BrierLM is undefined because the interval of some Brier-n is at or below 0.
 
-        A Brier-1 that is surely above 0, with no such other, says that something was learnt.
+        The answer is NO if there is no such Brier-n and the interval of Brier-1 is above 0.
         """
         line = self.lines[label]
         if line.failed:
-            return Verdict(claim, YES, f"the training of {label} diverged")
-        parts = {n: line.values[f"brier_{n}"].wider(self.chance(f"brier_{n}") or 0.0) for n in range(1, LONGEST + 1)}
-        lowest = min(parts, key=lambda n: parts[n].ends[2])
-        if parts[lowest].ends[2] <= 0:
-            return Verdict(claim, YES, f"Brier-{lowest} of {label}: {_shown(parts[lowest])}")
-        return Verdict(claim, NO if parts[1].ends[0] > 0 else OPEN, f"Brier-1 of {label}: {_shown(parts[1])}")
+            return Verdict(claim, YES, f"{label}: training diverged")
+        parts = {
+            n: line.values[f"brier_{n}"].widened(self.seed_margin(f"brier_{n}") or 0.0) for n in range(1, LONGEST + 1)
+        }
+        lowest = min(parts, key=lambda n: parts[n].bounds[2])
+        if parts[lowest].bounds[2] <= 0:
+            return Verdict(claim, YES, f"Brier-{lowest} of {label}: {_formatted(parts[lowest])}")
+        return Verdict(
+            claim, NO if parts[1].bounds[0] > 0 else UNDECIDED, f"Brier-1 of {label}: {_formatted(parts[1])}"
+        )
 
     def better(self, claim: str, more: str, less: str) -> Verdict:
-        """Whether one row has the higher BrierLM; where one has none, or perhaps none, the higher Brier-1."""
-        one, two = self.lines[more], self.lines[less]
-        if failed := [line.row.label for line in (one, two) if line.failed]:
-            answer = OPEN if len(failed) == 2 else NO if one.failed else YES
-            return Verdict(claim, answer, f"the training of {' and '.join(failed)} diverged")
-        known = self.chance("brier_lm") is not None and all(
-            line.values["brier_lm"].low is not None for line in (one, two)
-        )
-        column, title = ("brier_lm", "BrierLM") if known else ("brier_1", "no sure BrierLM; Brier-1")
-        difference = Value.of(one.brier.compare(two.brier)[column])
-        counts = len(one.briers), len(two.briers)
-        pairs = zip(one.briers, two.briers, strict=True) if counts[0] == counts[1] else ()
-        seeds = [a.compare(b, redraws=2)[column].value for a, b in pairs]
-        trainings = 0.0 if one.trained == two.trained else math.sqrt(sum(1 / count for count in counts))
-        found = difference.wider(trainings * (self.chance(column) or 0.0))
-        numbers = f"{title}: {one.row.label} - {two.row.label} = {_shown(found, '+')}"
-        return Verdict(claim, _sign(found, seeds), numbers)
+        """Test whether row `more` has a higher BrierLM than row `less`.
 
-    def chance(self, column: str) -> float | None:
-        """How far a score may lie from another seed's, in 95 of 100 trainings; None if a seed has no such score."""
+        Compares Brier-1 instead if the BrierLM of either row may be undefined.
+        """
+        first, second = self.lines[more], self.lines[less]
+        if failed := [line.row.label for line in (first, second) if line.failed]:
+            answer = UNDECIDED if len(failed) == 2 else NO if first.failed else YES
+            return Verdict(claim, answer, f"{' and '.join(failed)}: training diverged")
+        defined = self.seed_margin("brier_lm") is not None and all(
+            line.values["brier_lm"].low is not None for line in (first, second)
+        )
+        column, title = ("brier_lm", "BrierLM") if defined else ("brier_1", "BrierLM may be undefined; Brier-1")
+        difference = Value.of(first.brier.compare(second.brier)[column])
+        counts = len(first.briers), len(second.briers)
+        pairs = zip(first.briers, second.briers, strict=True) if counts[0] == counts[1] else ()
+        by_seed = [a.compare(b, redraws=2)[column].value for a, b in pairs]
+        factor = 0.0 if first.run == second.run else math.sqrt(sum(1 / count for count in counts))
+        difference = difference.widened(factor * (self.seed_margin(column) or 0.0))
+        numbers = f"{title}: {first.row.label} - {second.row.label} = {_formatted(difference, '+')}"
+        return Verdict(claim, _sign(difference, by_seed), numbers)
+
+    def seed_margin(self, column: str) -> float | None:
+        """Half-width of the 95% interval of a score across training seeds; None if it is undefined for any seed."""
         values = [brier.compute(redraws=2)[column].value for brier in self.repeats]
         if None in values:
             return None
-        return STUDENT[len(values) - 2] * statistics.stdev(values) if len(values) > 1 else 0.0
+        return T_95[len(values) - 2] * statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def _sign(difference: Value, seeds: list[float | None]) -> str:
+def _sign(difference: Value, by_seed: list[float | None]) -> str:
     if difference.low is None or difference.high is None:
-        return OPEN
-    if difference.low > 0 and all((value or 0) > 0 for value in seeds):
+        return UNDECIDED
+    if difference.low > 0 and all((value or 0) > 0 for value in by_seed):
         return YES
-    return NO if difference.high < 0 and all((value or 0) < 0 for value in seeds) else OPEN
+    return NO if difference.high < 0 and all((value or 0) < 0 for value in by_seed) else UNDECIDED
 
 
-def _shown(value: Value, sign: str = "") -> str:
-    ends = ["?" if end is None else f"{end:{sign}.3g}" for end in (value.low, value.high)]
-    return f"{value.value:{sign}.3g} ({ends[0]} to {ends[1]})"
+def _formatted(value: Value, sign: str = "") -> str:
+    low, high = ("?" if bound is None else f"{bound:{sign}.3g}" for bound in (value.low, value.high))
+    return f"{value.value:{sign}.3g} ({low} to {high})"
 
 
-def fill(
+def build_table(
     experiment: Experiment,
     rows: list[Row],
-    found: dict[str, list[list[dict[str, Any]]]],
+    results: dict[str, list[list[dict[str, Any]]]],
     repeats: list[dict[str, Any]] | None = None,
 ) -> Table:
-    """`found` has, for each label, what each measure gave, one answer a seed; `repeats` the base model's scores."""
-    lines = {row.label: _line(row, found[row.label], experiment) for row in rows}
-    if experiment.reference in lines:
-        one = lines[experiment.reference].values["step_seconds"].value
+    """Build the table of an experiment from stored results.
+
+    Args:
+        results: For each row label, a list over the row's measures of lists with one result per seed.
+        repeats: Scores of the base model, one result per seed.
+    """
+    lines = {row.label: _line(row, results[row.label], experiment) for row in rows}
+    if experiment.cost_baseline in lines:
+        baseline = lines[experiment.cost_baseline].values["step_seconds"].value
         for line in lines.values():
-            mine = line.values["step_seconds"].value
-            line.values["relative_cost"] = Value(mine / one if mine and one else None)
+            seconds = line.values["step_seconds"].value
+            line.values["relative_cost"] = Value(seconds / baseline if seconds and baseline else None)
     return Table(experiment, lines, [BrierLM.from_json(each["sums"]) for each in repeats or [] if FAILED not in each])
 
 
-def _line(row: Row, answers: list[list[dict[str, Any]]], experiment: Experiment) -> Line:
+def _line(row: Row, results: list[list[dict[str, Any]]], experiment: Experiment) -> Line:
     line = Line(row)
-    if failed := [answer[FAILED] for seeds in answers for answer in seeds if FAILED in answer]:
+    if failed := [result[FAILED] for seeds in results for result in seeds if FAILED in result]:
         return Line(row, {name: Value(None) for name in experiment.columns}, failed=failed[0])
-    for measure, seeds in zip(row.measures, answers, strict=True):
+    for measure, seeds in zip(row.measures, results, strict=True):
         if measure.kind == "scores":
-            line.briers = [BrierLM.from_json(answer["sums"]) for answer in seeds]
+            line.briers = [BrierLM.from_json(result["sums"]) for result in seeds]
             line.values |= _brier_values(line)
             if "cross_entropy" in seeds[0]:
-                nats = [answer["cross_entropy"] for answer in seeds]
+                nats = [result["cross_entropy"] for result in seeds]
                 line.values["cross_entropy"] = Value(float(np.mean(nats)), by_seed=tuple(nats))
         elif measure.kind == "tradeoff":
-            line.values |= _plane(seeds[0])
+            line.values |= _tradeoff(seeds[0])
         elif measure.kind == "reconstruction":
             line.values |= _reconstruction(seeds[0])
         else:
@@ -183,22 +197,22 @@ def _brier_values(line: Line) -> dict[str, Value]:
     }
 
 
-def _plane(answer: dict[str, Any]) -> dict[str, Value]:
-    """Geometric means over 1- to 4-grams, as in the paper, and the first token alone."""
-    found = {}
+def _tradeoff(result: dict[str, Any]) -> dict[str, Value]:
+    """Geometric means over 1- to 4-grams, as in the paper, and the values of the first token."""
+    values = {}
     for name in ("accuracy", "collision"):
-        found[name] = _around(answer[f"{name}_geometric"], answer[f"{name}_geometric_error"])
-        found[f"{name}_1"] = _around(answer[name][0], answer[f"{name}_error"][0])
-    return found
+        values[name] = _normal_interval(result[f"{name}_geometric"], result[f"{name}_geometric_error"])
+        values[f"{name}_1"] = _normal_interval(result[name][0], result[f"{name}_error"][0])
+    return values
 
 
-def _reconstruction(answer: dict[str, Any]) -> dict[str, Value]:
-    share, count = answer["token_accuracy"], answer["tokens"]
-    accuracy = _around(100 * share, 100 * math.sqrt(share * (1 - share) / count))
+def _reconstruction(result: dict[str, Any]) -> dict[str, Value]:
+    share, count = result["token_accuracy"], result["tokens"]
+    accuracy = _normal_interval(100 * share, 100 * math.sqrt(share * (1 - share) / count))
     return {"token_accuracy": accuracy} | {
-        name: Value(answer[name]) for name in ("collapsed_dimensions", "mean_sigma", "latent_size")
+        name: Value(result[name]) for name in ("collapsed_dimensions", "mean_sigma", "latent_size")
     }
 
 
-def _around(value: float, error: float) -> Value:
-    return Value(value, value - WIDE * error, value + WIDE * error)
+def _normal_interval(value: float, standard_error: float) -> Value:
+    return Value(value, value - Z_95 * standard_error, value + Z_95 * standard_error)

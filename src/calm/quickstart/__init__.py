@@ -1,1 +1,1 @@
-"""`calm quickstart`: the whole idea in a quarter of an hour on two cores, from a text to a report."""
+"""`calm quickstart`: train and compare small models in 15 minutes on two cores, from raw text to a report."""

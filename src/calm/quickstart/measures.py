@@ -1,4 +1,4 @@
-"""What a quickstart measures and writes once its models are trained: plain objects, which files can keep."""
+"""Measurements of the trained quickstart models. All results are JSON-serializable."""
 
 import time
 from pathlib import Path
@@ -18,9 +18,9 @@ from calm.quickstart.plan import STAGES, Plan, model_of
 from calm.sampling.next_chunk import Sampling
 from calm.sampling.text import Writer
 
-SAMPLES = 4  # draws at each position of the test text, behind as much text as a row of training has
-TOKENS_A_MINUTE, FEWEST_TOKENS = 4_000, 4_000  # of the test text that are scored
-MOST_POSITIONS, DRAWS, TOGETHER = 300, 4, 50  # of the accuracy-diversity plane
+SAMPLES = 4  # per position of the test text, with a context as long as a training sequence
+TOKENS_PER_MINUTE, MIN_TOKENS = 4_000, 4_000  # test tokens to score
+MAX_POSITIONS, DRAWS, TOGETHER = 300, 4, 50  # accuracy-diversity trade-off: positions, draws, batch size
 TEMPERATURES = (1.0, 0.8, 0.6, 0.5, 0.4)
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 16, 96
 
@@ -31,9 +31,9 @@ def reconstruction(plan: Plan, output: Path) -> dict[str, Any]:
 
 
 def scores(plan: Plan, output: Path, world: World, report: Any) -> dict[str, Any]:
-    """BrierLM of both models on text that neither the training nor its settings have seen."""
+    """BrierLM of both models on the test split, which was used neither for training nor for tuning."""
     models = [model_of(output, stage) for stage in ("calm", "transformer")]
-    most = max(FEWEST_TOKENS, round(plan.minutes * TOKENS_A_MINUTE))
+    most = max(MIN_TOKENS, round(plan.minutes * TOKENS_PER_MINUTE))
     options = Options(SAMPLES, context=CONTEXT, most_tokens=most)
     return evaluate_language_models(models, output / "data", "test", options, world, report)
 
@@ -41,7 +41,7 @@ def scores(plan: Plan, output: Path, world: World, report: Any) -> dict[str, Any
 @torch.no_grad()
 def tradeoff(plan: Plan, output: Path) -> list[dict[str, Any]]:
     """Accuracy and collision of both models at several temperatures."""
-    positions = min(MOST_POSITIONS, max(TOGETHER, round(plan.minutes * MOST_POSITIONS / 15)))
+    positions = min(MAX_POSITIONS, max(TOGETHER, round(plan.minutes * MAX_POSITIONS / 15)))
     texts, targets = windows(output / "data", positions, "test")
     model: Any = load_calm(model_of(output, "calm")).eval()
     baseline: Any = load_softmax(model_of(output, "transformer")).eval()
@@ -58,7 +58,7 @@ def tradeoff(plan: Plan, output: Path) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def samples(output: Path, seed: int) -> list[dict[str, Any]]:
-    """Continuations of the beginnings of test documents, by both models, not selected."""
+    """Continuations of the beginnings of test documents by both models, without selection."""
     data = PreparedData(output / "data", verify=False)
     prompts = _beginnings(data)
     writer = Writer(model_of(output, "calm"))
@@ -94,7 +94,7 @@ def samples(output: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def _beginnings(data: PreparedData) -> list[list[int]]:
-    """The first tokens of some documents, the first long ones."""
+    """The first tokens of the first documents that are longer than a prompt."""
     stream = data.split("test")
     lengths = np.concatenate(stream.lengths).astype(np.int64)
     starts = lengths.cumsum() - lengths
@@ -103,7 +103,7 @@ def _beginnings(data: PreparedData) -> list[list[int]]:
 
 
 def costs(plan: Plan, output: Path) -> list[dict[str, Any]]:
-    """Parameters and FLOPs; attention looks back on as much text as a row of training has."""
+    """Parameters and FLOPs of each model, with a context as long as a training sequence."""
     found = []
     for stage in STAGES:
         config = plan.run(stage, output)

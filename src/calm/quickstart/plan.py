@@ -1,4 +1,4 @@
-"""What a quickstart does, and for how long. Steps follow from the minutes alone, so a run can be repeated exactly."""
+"""The plan of a quickstart. Step counts depend only on the requested minutes, so that runs are reproducible."""
 
 import json
 import math
@@ -14,12 +14,16 @@ from calm.files import TEMPORARY, write_json
 
 PLAN = "quickstart.json"
 STAGES = ("autoencoder", "calm", "transformer")
-SHARES = {"autoencoder": 0.17, "calm": 0.255, "transformer": 0.255}  # of the minutes; the rest is data and measures
-STEPS_A_MINUTE = {"autoencoder": 500, "calm": 440, "transformer": 197}  # of two cores, measured
-FEWEST_STEPS = 20
-LEAST_TEXT = 200_000  # bytes
-LEAST_TOKENS = 1_000  # of the texts that are kept back, each
-EVALUATIONS = 6  # of a run
+SHARES = {
+    "autoencoder": 0.17,
+    "calm": 0.255,
+    "transformer": 0.255,
+}  # of the minutes; the rest is for data preparation and evaluation
+STEPS_PER_MINUTE = {"autoencoder": 500, "calm": 440, "transformer": 197}  # measured on two cores
+MIN_STEPS = 20
+MIN_BYTES = 200_000
+MIN_TOKENS = 1_000  # per split
+EVALUATIONS = 6  # per training run
 
 
 @dataclass(frozen=True)
@@ -30,37 +34,35 @@ class Plan:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.minutes) and self.minutes > 0):
-            raise UserError(f"--minutes must be above 0, not {self.minutes}; 15 are a good beginning")
+            raise UserError(f"--minutes must be above 0, not {self.minutes}; a good first value is 15")
         if self.minutes > 24 * 60:
-            raise UserError(f"--minutes {self.minutes:g} are more than a day; calm train takes recipes of any length")
+            raise UserError(f"--minutes {self.minutes:g} is more than a day; use calm train for longer runs")
 
     def check_text(self) -> None:
-        """Before anything is made: files that are too small are told at once."""
+        """Raise UserError early if the input files are too small."""
         sizes = [source.size for source in open_sources(list(self.data))]
-        if None not in sizes and (total := sum(size or 0 for size in sizes)) < LEAST_TEXT:
-            raise UserError(
-                f"--data holds {total:,} bytes; a quickstart needs at least {LEAST_TEXT:,} of text (about 35,000 words)"
-            )
+        if None not in sizes and (total := sum(size or 0 for size in sizes)) < MIN_BYTES:
+            raise UserError(f"--data has {total:,} bytes; quickstart needs at least {MIN_BYTES:,} (about 35,000 words)")
 
     @property
     def preparation(self) -> PrepareOptions:
-        own = self.data != ("embedded",)
+        custom = self.data != ("embedded",)
         return PrepareOptions(
-            "bpe:2048" if own else "bpe:4096",
+            "bpe:2048" if custom else "bpe:4096",
             validation_share=0.05,
             test_share=0.05,
-            document_size=4096 if own else 32_768,  # so that a small text has documents for every split
+            document_size=4096 if custom else 32_768,  # small enough that every split gets documents
         )
 
     def minutes_of(self, stage: str) -> float:
         return self.minutes * SHARES[stage]
 
     def steps(self, stage: str) -> int:
-        return max(FEWEST_STEPS, round(self.minutes_of(stage) * STEPS_A_MINUTE[stage]))
+        return max(MIN_STEPS, round(self.minutes_of(stage) * STEPS_PER_MINUTE[stage]))
 
     def run(self, stage: str, output: Path) -> RunConfig:
-        """The configuration of a training run."""
-        steps, output = self.steps(stage), output.resolve()  # however the directory is called next time
+        """The configuration of the training run of a stage."""
+        steps, output = self.steps(stage), output.resolve()  # the working directory may differ when resuming
         every = max(1, steps // EVALUATIONS)
         settings = [
             f"seed={self.seed}",
@@ -80,22 +82,25 @@ def model_of(output: Path, stage: str) -> Path:
 
 
 def keep_plan(plan: Plan, output: Path) -> None:
-    """Write the plan into a new directory, or see that the one there is the same."""
+    """Write the plan to a new directory, or check that an existing directory has the same plan."""
     path = output / PLAN
-    wanted: dict[str, Any] = json.loads(json.dumps(asdict(plan)))
+    expected: dict[str, Any] = json.loads(json.dumps(asdict(plan)))
     if not path.exists():
-        if found := sorted(p.name for p in output.iterdir() if not p.name.endswith(TEMPORARY)):
-            raise UserError(f"{output} holds files that calm quickstart did not make ({', '.join(found[:3])})")
+        if others := sorted(p.name for p in output.iterdir() if not p.name.endswith(TEMPORARY)):
+            names = ", ".join(others[:3])
+            raise UserError(
+                f"{output} contains files not created by calm quickstart ({names}); choose another --output"
+            )
         plan.check_text()
-        write_json(path, wanted)
+        write_json(path, expected)
         return
     try:
-        before = json.loads(path.read_bytes())
+        existing = json.loads(path.read_bytes())
     except ValueError as error:
-        raise UserError(f"{path} cannot be read; remove {output}, or name another --output") from error
-    if before != wanted:
-        different = ", ".join(name for name in wanted if before.get(name) != wanted[name])
+        raise UserError(f"cannot read {path}; remove {output} or choose another --output") from error
+    if existing != expected:
+        different = ", ".join(name for name in expected if existing.get(name) != expected[name])
         raise UserError(
-            f"{output} holds a quickstart with other settings ({different}); continue it with the same ones, remove "
-            "it, or name another --output"
+            f"{output} contains a quickstart with other settings ({different}); repeat the original settings to "
+            "continue it, remove it, or choose another --output"
         )

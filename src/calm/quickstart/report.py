@@ -1,4 +1,4 @@
-"""The report of a quickstart: one HTML file with everything in it, pictures included."""
+"""The report of a quickstart: one self-contained HTML file."""
 
 from html import escape
 from pathlib import Path
@@ -23,37 +23,38 @@ mark:nth-of-type(4n+3) { background: #b2f2bb; } mark:nth-of-type(4n+4) { backgro
 
 
 def make_report(results: dict[str, Any], output: Path) -> str:
+    """The HTML report, from the results of all stages and the metrics in `output`."""
     plan, scores = results["plan"], results["scores"]
     seconds = {stage: figures.curve(output / "runs" / stage)[0][-1] for stage in ("calm", "transformer")}
     steps = results["reconstruction"]["training_steps"]
-    text = "the embedded King James text" if plan["data"] == ["embedded"] else ", ".join(plan["data"])
+    text = "the embedded King James Bible" if plan["data"] == ["embedded"] else ", ".join(plan["data"])
     calm, baseline = (scores["models"][name] for name in ("calm", "transformer"))
     first = [model["brier_1"]["value"] for model in (calm, baseline)]
     body = f"""<h1>calm quickstart</h1>
 <p class="note">{escape(text)} · {plan["minutes"]:g} minutes planned · seed {plan["seed"]}</p>
-<p>An autoencoder learnt to turn 4 tokens into one vector and back. A language model learnt to predict the next
-chunk of 4 tokens in one step of its backbone, in the space of the autoencoder's words (the chain head); a standard
-Transformer with the same backbone learnt to predict the next token, for about the same time
-({seconds["calm"] / 60:.1f} and {seconds["transformer"] / 60:.1f} minutes, evaluations left out; the autoencoder,
-{steps:,} steps, came before). On test text Brier-1 is {first[0]:.2f} for CALM and {first[1]:.2f} for the
-Transformer.</p>
+<p>The autoencoder maps 4 tokens to one vector and back. The CALM language model predicts the next chunk of 4 tokens
+in one backbone step; its chain head uses the token embeddings of the autoencoder. The baseline, a standard Transformer
+with the same backbone, predicts the next token. Both were trained for about the same time
+({seconds["calm"] / 60:.1f} and {seconds["transformer"] / 60:.1f} minutes, excluding evaluations and the {steps:,} steps
+of the autoencoder). Brier-1 on test text is {first[0]:.2f} for CALM and {first[1]:.2f} for the Transformer.</p>
 <h2>Learning</h2>
-<div class="row">{image(figures.learning_curves(output), "Brier-1 over minutes of training")}
-{image(figures.reconstruction(results["reconstruction"], output), "Reconstruction under noise")}</div>
-<p class="note">Left: Brier-1 on validation text. Right: the autoencoder gives back
-{results["reconstruction"]["token_accuracy"]:.2%} of the tokens under its own noise; further right there is
-more noise.</p>
+<div class="row">{image(figures.learning_curves(output), "Brier-1 over training time")}
+{image(figures.reconstruction(results["reconstruction"], output), "Reconstruction accuracy under noise")}</div>
+<p class="note">Left: Brier-1 on validation text. Right: reconstruction accuracy of the autoencoder under increasing
+noise. It reconstructs {results["reconstruction"]["token_accuracy"]:.2%} of the tokens from samples of its
+posterior.</p>
 <h2>BrierLM</h2>
-<p>Higher is better; 0 is a model that knows nothing, 100 one that knows everything. Brier-n takes n tokens as one
+<p>Higher is better: an uninformed model scores 0, a perfect one 100. Brier-n treats n consecutive tokens as one
 outcome.</p>
 {_scores(scores)}
 {image(figures.scores(scores, output), "Brier scores with intervals")}
 <h2>Temperature</h2>
 {image(figures.tradeoff(results["tradeoff"]), "Accuracy over collision")}
-<p class="note">A lower temperature makes samples more often right and less diverse. {len(results["tradeoff"]) // 2}
-temperatures, first token of a chunk, error bars of one standard error.</p>
+<p class="note">Lower temperatures increase accuracy and reduce diversity. First token of a chunk at
+{len(results["tradeoff"]) // 2} temperatures; error bars show one standard error.</p>
 <h2>Samples</h2>
-<p>Not selected: beginnings of test documents, continued. One colour is one chunk: one step of the backbone.</p>
+<p>Continuations of the beginnings of test documents, not selected: CALM on the left, the Transformer on the right. Each
+color is one chunk, generated in one backbone step.</p>
 {"".join(_sample(sample) for sample in results["samples"])}
 <h2>Cost</h2>
 {_costs(results["costs"])}
@@ -63,6 +64,7 @@ temperatures, first token of a chunk, error bars of one standard error.</p>
 
 
 def next_commands(output: Path) -> str:
+    """Suggested commands to continue with, one per line."""
     model, baseline, data = (
         quote(str(path)) for path in (model_of(output, "calm"), model_of(output, "transformer"), output / "data")
     )
@@ -76,19 +78,19 @@ def next_commands(output: Path) -> str:
 def _scores(answer: dict[str, Any]) -> str:
     names = {f"brier_{n}": f"Brier-{n}" for n in range(1, LONGEST + 1)} | {"brier_lm": "BrierLM"}
     rows = [[title, *(_score(model[name]) for model in answer["models"].values())] for name, title in names.items()]
-    return table(["percent, with 95% interval", *answer["models"]], rows)
+    return table(["percent (95% interval)", *answer["models"]], rows)
 
 
 def _score(score: dict[str, Any]) -> str:
     if score["value"] is None:
-        return "a part is not above 0"
-    ends = [f"{score[end]:.2f}" if score[end] is not None else "?" for end in ("low", "high")]
-    return f"{score['value']:.2f}  ({ends[0]} to {ends[1]})"
+        return "undefined: a Brier-n is not positive"
+    low, high = (f"{score[bound]:.2f}" if score[bound] is not None else "?" for bound in ("low", "high"))
+    return f"{score['value']:.2f}  ({low} to {high})"
 
 
 def _sample(sample: dict[str, Any]) -> str:
     prompt = f'<span class="prompt">{escape(sample["prompt"])}</span>'
-    chunks = "".join(f"<mark>{escape(piece)}</mark>" for piece in sample["calm"])
+    chunks = "".join(f"<mark>{escape(chunk)}</mark>" for chunk in sample["calm"])
     return f"""<p class="note">temperature {sample["temperature"]:g}</p><div class="row">
 <div class="text">{prompt}{chunks}</div>
 <div class="text">{prompt}{escape(sample["transformer"])}</div></div>"""
@@ -104,4 +106,4 @@ def _costs(costs: list[dict[str, Any]]) -> str:
         ]
         for cost in costs
     ]
-    return table(["", "parameters", "training FLOPs", "FLOPs a generated token"], rows)
+    return table(["", "parameters", "training FLOPs", "inference FLOPs per token"], rows)

@@ -1,4 +1,4 @@
-"""The paper's tables and figures, a file each: which runs, which measures, which numbers the paper prints."""
+"""The paper's tables and figures, one module each: runs, measures, and the numbers that the paper reports."""
 
 from calm.paper.experiment import Experiment
 from calm.paper.experiments import (

@@ -1,56 +1,58 @@
-"""BrierLM against cross-entropy, over models and moments of training."""
+"""Correlation of BrierLM with cross-entropy, across models and training steps."""
 
 import numpy as np
 
-from calm.paper.experiment import BRIERS, Experiment, Figure, Known, Row
+from calm.paper.experiment import BRIERS, Experiment, Figure, Lookup, Row
 from calm.paper.measures import scores
 from calm.paper.scales import Scale
-from calm.paper.values import NO, OPEN, YES, Table, Verdict
+from calm.paper.values import NO, UNDECIDED, YES, Table, Verdict
 
 PAPER = {"Pearson": -0.966, "Spearman": -0.991}
-CLOSE = -0.9  # a correlation that is called strong here
-FEWEST = 4  # points that have a correlation
+STRONG = -0.9  # upper bound of a strong negative correlation
+MIN_POINTS = 4
 
 
-def rows(scale: Scale, known: Known) -> list[Row]:
+def rows(scale: Scale, lookup: Lookup) -> list[Row]:
     return [
         Row(f"Transformer-{size}, {steps:,} steps", (scores(run, scale, stride=1),), {}, f"Transformer-{size}")
         for size in ("S", "M", "L")
-        for steps, run in scale.along(scale.transformer(size))
+        for steps, run in scale.training_curve(scale.transformer(size))
     ]
 
 
 def correlations(nats: list[float], scores: list[float]) -> dict[str, float]:
-    """Pearson's, and Spearman's: that of the ranks."""
+    """Pearson and Spearman (rank) correlation coefficients."""
     pairs = np.array([nats, scores])
     ranks = pairs.argsort(axis=1).argsort(axis=1)
     return {name: float(np.atleast_2d(np.corrcoef(x))[0, 1]) for name, x in (("Pearson", pairs), ("Spearman", ranks))}
 
 
 def claims(table: Table) -> list[Verdict]:
-    known = [line.values for line in table.lines.values() if line.values["brier_lm"].value is not None]
-    count = f"{len(known)} of {len(table.lines)} points have a BrierLM"
-    if len(known) < FEWEST:
-        return [Verdict("BrierLM follows cross-entropy", OPEN, count)]
-    found = correlations(*([values[name].ends[1] for values in known] for name in ("cross_entropy", "brier_lm")))
+    defined = [line.values for line in table.lines.values() if line.values["brier_lm"].value is not None]
+    count = f"{len(defined)} of {len(table.lines)} points have a defined BrierLM"
+    if len(defined) < MIN_POINTS:
+        return [Verdict("BrierLM correlates with cross-entropy", UNDECIDED, count)]
+    coefficients = correlations(
+        *([values[name].bounds[1] for values in defined] for name in ("cross_entropy", "brier_lm"))
+    )
     return [
         Verdict(
-            f"{name}'s correlation is strong",
-            YES if value < CLOSE else NO,
+            f"the {name} correlation is strong",
+            YES if value < STRONG else NO,
             f"{value:.3f} (paper: {PAPER[name]}); {count}",
         )
-        for name, value in found.items()
+        for name, value in coefficients.items()
     ]
 
 
 EXPERIMENT = Experiment(
     "brier-correlation",
-    "BrierLM against cross-entropy",
+    "BrierLM vs. cross-entropy",
     "figure “Joint distribution of cross-entropy and BrierLM”",
-    "Pearson -0.966, Spearman -0.991.",
+    "The correlation coefficients are -0.966 (Pearson) and -0.991 (Spearman).",
     rows,
-    {"cross_entropy": "nats a token"} | BRIERS,
-    Figure("cross-entropy (nats a token)", over="cross_entropy", named=False),
+    {"cross_entropy": "cross-entropy (nats per token)"} | BRIERS,
+    Figure("cross-entropy (nats per token)", x_column="cross_entropy", annotate=False),
     claims,
     repeat=None,
 )

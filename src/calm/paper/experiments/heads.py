@@ -1,6 +1,6 @@
-"""Generative heads over the course of training: the paper's three, and two of ours."""
+"""Generative heads during training: the three of the paper, mean flow, and the chain head."""
 
-from calm.paper.experiment import BRIERS, TWO_SCORES, Experiment, Figure, Known, Row
+from calm.paper.experiment import BRIERS, TWO_SCORES, Experiment, Figure, Lookup, Row
 from calm.paper.measures import scores
 from calm.paper.runs import Run
 from calm.paper.scales import Scale
@@ -10,7 +10,7 @@ HEADS = ("energy", "flow", "diffusion", "mean-flow", "chain")
 
 
 def trained(scale: Scale, head: str) -> Run:
-    """A run of the head; its learning rate stays constant, as the paper's does."""
+    """A run with the given head and a constant learning rate, as in the paper."""
     return scale.calm({"language_model.head": head}).until(1.0)
 
 
@@ -18,7 +18,7 @@ def _label(head: str, steps: int) -> str:
     return f"{head}, {steps:,} steps"
 
 
-def rows(scale: Scale, known: Known) -> list[Row]:
+def rows(scale: Scale, lookup: Lookup) -> list[Row]:
     return [
         Row(
             _label(head, steps),
@@ -28,19 +28,25 @@ def rows(scale: Scale, known: Known) -> list[Row]:
             steps,
         )
         for head in HEADS
-        for steps, run in scale.along(trained(scale, head))
+        for steps, run in scale.training_curve(trained(scale, head))
     ]
 
 
 def claims(table: Table) -> list[Verdict]:
     first, last = ({head: table.series(head)[end].row.label for head in HEADS} for end in (0, -1))
     return [
-        table.better("at the end energy is better than diffusion", last["energy"], last["diffusion"]),
-        table.better("at the end flow is better than diffusion", last["flow"], last["diffusion"]),
-        table.better("at the end energy is better than flow", last["energy"], last["flow"]),
-        table.better("at the beginning flow is better than energy", first["flow"], first["energy"]),
-        table.better("ours: at the end mean flow is better than energy", last["mean-flow"], last["energy"]),
-        table.better("ours: at the end the chain is better than energy", last["chain"], last["energy"]),
+        table.better("energy is better than diffusion at the end of training", last["energy"], last["diffusion"]),
+        table.better("flow is better than diffusion at the end of training", last["flow"], last["diffusion"]),
+        table.better("energy is better than flow at the end of training", last["energy"], last["flow"]),
+        table.better("flow is better than energy at the start of training", first["flow"], first["energy"]),
+        table.better(
+            "not in the paper: mean flow is better than energy at the end of training",
+            last["mean-flow"],
+            last["energy"],
+        ),
+        table.better(
+            "not in the paper: chain is better than energy at the end of training", last["chain"], last["energy"]
+        ),
     ]
 
 
@@ -48,10 +54,10 @@ EXPERIMENT = Experiment(
     "heads",
     "Generative heads",
     "figure “BrierLM scores during training for different heads”",
-    "Flow matching and energy beat diffusion; flow is faster at first, energy reaches higher.",
+    "Flow matching and energy outperform diffusion. Flow converges faster at first; energy reaches a higher score.",
     rows,
     BRIERS,
-    Figure("steps of training", TWO_SCORES),
+    Figure("training steps", TWO_SCORES),
     claims,
-    note="mean-flow and chain are not in the paper; the chain is not likelihood-free.",
+    note="The mean-flow and chain heads are not in the paper. The chain head is not likelihood-free.",
 )

@@ -1,6 +1,6 @@
-"""What the backbone reads: tokens, latents, or both."""
+"""Input of the backbone: tokens, latents, or both."""
 
-from calm.paper.experiment import BRIERS, TWO_SCORES, Experiment, Figure, Known, Row
+from calm.paper.experiment import BRIERS, TWO_SCORES, Experiment, Figure, Lookup, Row
 from calm.paper.measures import scores
 from calm.paper.scales import Scale
 from calm.paper.values import Table, Verdict
@@ -12,30 +12,30 @@ PAPER = {
 }
 
 
-def rows(scale: Scale, known: Known) -> list[Row]:
+def rows(scale: Scale, lookup: Lookup) -> list[Row]:
     return [
         Row(
             kind,
             (scores(scale.calm({"language_model.model_input": kind}), scale),),
-            dict(zip(BRIERS, printed, strict=True)),
+            dict(zip(BRIERS, reported, strict=True)),
         )
-        for kind, printed in PAPER.items()
+        for kind, reported in PAPER.items()
     ]
 
 
 def claims(table: Table) -> list[Verdict]:
     return [
-        table.better("tokens are better than latents", "discrete", "continuous"),
-        table.better("latents beside tokens do not help", "discrete", "both"),
-        table.better("both are better than latents alone", "both", "continuous"),
+        table.better("discrete input is better than continuous input", "discrete", "continuous"),
+        table.better("discrete input alone is better than both", "discrete", "both"),
+        table.better("both are better than continuous input alone", "both", "continuous"),
     ]
 
 
 EXPERIMENT = Experiment(
     "model-input",
-    "What the backbone reads",
+    "Backbone input",
     "table “Effect of model input”",
-    "Discrete input is best, both a little worse, continuous far worse.",
+    "Discrete input is best, both slightly worse, continuous input much worse.",
     rows,
     BRIERS,
     Figure(panels=TWO_SCORES),

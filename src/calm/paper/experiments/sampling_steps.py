@@ -1,8 +1,8 @@
-"""How many steps the flow and the diffusion head need to draw a latent."""
+"""Number of sampling steps of the flow and diffusion heads."""
 
 from typing import Any
 
-from calm.paper.experiment import BRIERS, TWO_SCORES, Experiment, Figure, Known, Row
+from calm.paper.experiment import BRIERS, TWO_SCORES, Experiment, Figure, Lookup, Row
 from calm.paper.experiments.heads import trained
 from calm.paper.measures import scores
 from calm.paper.scales import Scale
@@ -15,16 +15,16 @@ def _label(sampler: str, steps: int) -> str:
     return f"{sampler}, {steps}"
 
 
-def rows(scale: Scale, known: Known) -> list[Row]:
-    found = []
+def rows(scale: Scale, lookup: Lookup) -> list[Row]:
+    table_rows = []
     for sampler, numbers in STEPS.items():
         run = trained(scale, "diffusion" if sampler == "diffusion" else "flow")
-        kind: dict[str, Any] = {} if sampler == "diffusion" else {"sampler": sampler}
+        options: dict[str, Any] = {} if sampler == "diffusion" else {"sampler": sampler}
         for steps in numbers:
-            wanted = scores(run, scale, num_sampling_steps=steps, **kind)
-            found.append(Row(_label(sampler, steps), (wanted,), {}, sampler, steps))
+            measure = scores(run, scale, num_sampling_steps=steps, **options)
+            table_rows.append(Row(_label(sampler, steps), (measure,), {}, sampler, steps))
     energy = scores(trained(scale, "energy"), scale)
-    return [*found, Row("energy, 1", (energy,), {}, "energy", 1)]
+    return [*table_rows, Row("energy, 1", (energy,), {}, "energy", 1)]
 
 
 def claims(table: Table) -> list[Verdict]:
@@ -34,21 +34,24 @@ def claims(table: Table) -> list[Verdict]:
         ),
         table.better("2 midpoint steps are better than 4 Euler steps", _label("midpoint", 2), _label("euler", 4)),
         table.better(
-            "16 midpoint steps are better than 4 (the paper: hardly)", _label("midpoint", 16), _label("midpoint", 4)
+            "16 midpoint steps are better than 4 (paper: barely)", _label("midpoint", 16), _label("midpoint", 4)
         ),
-        table.better("energy in one step is better than 16 midpoint steps", "energy, 1", _label("midpoint", 16)),
+        table.better(
+            "one step of the energy head is better than 16 midpoint steps", "energy, 1", _label("midpoint", 16)
+        ),
     ]
 
 
 EXPERIMENT = Experiment(
     "sampling-steps",
-    "Steps of sampling",
+    "Sampling steps",
     "figure “Effect of sampling steps”",
-    "Diffusion needs many steps, the midpoint sampler two to four; the energy head needs one and is better.",
+    "Diffusion needs many steps, flow matching with the midpoint sampler two to four. The energy head needs one and is "
+    "better.",
     rows,
     BRIERS,
     Figure(
-        "steps of sampling (a midpoint step calls the network twice)",
+        "sampling steps (a midpoint step evaluates the network twice)",
         TWO_SCORES,
         log_x=True,
     ),

@@ -1,76 +1,80 @@
-"""CALM's candidates against a Transformer's temperatures, at equal BrierLM."""
+"""CALM candidates compared with Transformer temperatures, at equal BrierLM."""
 
 from typing import Any
 
 import numpy as np
 
 from calm.evaluate.brier_lm import BrierLM
-from calm.paper.experiment import Experiment, Figure, Known, Row
-from calm.paper.experiments.temperature_tradeoff import BY_CANDIDATES, FIRST, PLANE, by_candidates
+from calm.paper.experiment import Experiment, Figure, Lookup, Row
+from calm.paper.experiments.temperature_tradeoff import BY_CANDIDATES, FIRST, TRADEOFF, by_candidates
 from calm.paper.measures import scores, tradeoff
 from calm.paper.scales import Scale
-from calm.paper.values import NO, OPEN, YES, Table, Verdict
+from calm.paper.values import NO, UNDECIDED, YES, Table, Verdict
 
 TEMPERATURES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 SOFTMAX = "Transformer, temperature T"
 
 
-def rows(scale: Scale, known: Known) -> list[Row]:
-    """First the scores that tell which moment of the Transformer is as good as the CALM model."""
+def rows(scale: Scale, lookup: Lookup) -> list[Row]:
+    """Rows with the BrierLM of CALM and of a Transformer during training; once measured, also the trade-off curves.
+
+    The trade-off of the Transformer is measured after the number of steps at which its BrierLM is closest to CALM's.
+    """
     calm = scores(scale.calm(), scale)
-    moments = [(steps, run, scores(run, scale)) for steps, run in scale.along(scale.transformer())]
-    found = [Row("CALM", (calm,)), *(Row(f"Transformer, {steps:,} steps", (wanted,)) for steps, _, wanted in moments)]
-    target = _score(known(calm))
-    if target is None or any(known(wanted) is None for *_, wanted in moments):
-        return found
-    nearest = min(moments, key=lambda moment: abs(_score(known(moment[2])) - target))[1]
+    curve = [(steps, run, scores(run, scale)) for steps, run in scale.training_curve(scale.transformer())]
+    table_rows = [Row("CALM", (calm,))]
+    table_rows += [Row(f"Transformer, {steps:,} steps", (measure,)) for steps, _, measure in curve]
+    target = _score(lookup(calm))
+    if target is None or any(lookup(measure) is None for *_, measure in curve):
+        return table_rows
+    nearest = min(curve, key=lambda point: abs(_score(lookup(point[2])) - target))[1]
     softmax = [Row(f"Transformer, T = {t:g}", (tradeoff(nearest, scale, t),), {}, SOFTMAX, t) for t in TEMPERATURES]
-    return found + by_candidates(scale) + softmax
+    return table_rows + by_candidates(scale) + softmax
 
 
-def _score(answer: dict[str, Any] | None) -> Any:
-    """The logarithm of BrierLM, or of Brier-1 where there is none (below all that have one)."""
-    if answer is None:
+def _score(result: dict[str, Any] | None) -> Any:
+    """Logarithm of BrierLM; if it is undefined, that of Brier-1, shifted below all defined scores."""
+    if result is None:
         return None
-    found = BrierLM.from_json(answer["sums"]).compute(redraws=2)
-    whole, first = found["brier_lm"].value, found["brier_1"].value
-    return np.log(whole) if whole is not None else -100 + np.log(max(first, 1e-9))
+    brier = BrierLM.from_json(result["sums"]).compute(redraws=2)
+    brier_lm, brier_1 = brier["brier_lm"].value, brier["brier_1"].value
+    return np.log(brier_lm) if brier_lm is not None else -100 + np.log(max(brier_1, 1e-9))
 
 
 def claims(table: Table) -> list[Verdict]:
     calm, softmax = table.series(BY_CANDIDATES), table.series(SOFTMAX)
     if not softmax:
-        return [Verdict("both lie on one curve", OPEN, "not measured")]
-    curve = sorted((line.values["collision"].ends[1], line.values["accuracy"].ends[1]) for line in softmax)
-    places, heights = zip(*curve, strict=True)
-    near, shown = [], []
+        return [Verdict("both lie on the same curve", UNDECIDED, "not measured")]
+    curve = sorted((line.values["collision"].bounds[1], line.values["accuracy"].bounds[1]) for line in softmax)
+    collisions, accuracies = zip(*curve, strict=True)
+    agrees, differences = [], []
     for line in calm:
-        _, accuracy, high = line.values["accuracy"].ends
-        collision = line.values["collision"].ends[1]
-        if places[0] <= collision <= places[-1]:
-            difference = accuracy - np.interp(collision, places, heights)
-            near.append(abs(difference) <= high - accuracy)
-            shown.append(f"N = {line.row.x:g}: {difference:+.2f}")
-    if not near:
-        return [Verdict("both lie on one curve", OPEN, "no point of CALM lies between the Transformer's")]
-    answer = YES if all(near) else NO
+        _, accuracy, high = line.values["accuracy"].bounds
+        collision = line.values["collision"].bounds[1]
+        if collisions[0] <= collision <= collisions[-1]:
+            difference = accuracy - np.interp(collision, collisions, accuracies)
+            agrees.append(abs(difference) <= high - accuracy)
+            differences.append(f"N = {line.row.x:g}: {difference:+.2f}")
+    if not agrees:
+        return [Verdict("both lie on the same curve", UNDECIDED, "no CALM point is in the range of the Transformer's")]
+    answer = YES if all(agrees) else NO
     return [
         Verdict(
-            "both lie on one curve, within the 95% intervals",
+            "both lie on the same curve, within 95% intervals",
             answer,
-            "accuracy less the Transformer's: " + ", ".join(shown),
+            "accuracy minus the Transformer's: " + ", ".join(differences),
         )
     ]
 
 
 EXPERIMENT = Experiment(
     "temperature-vs-transformer",
-    "Candidates against a softmax's temperature",
+    "Candidates vs. softmax temperature",
     "figure “Comparison of temperature sampling”",
-    "At equal BrierLM the curve by N at T = 1/3 is that of the Transformer's temperatures.",
+    "At equal BrierLM, varying N at T = 1/3 gives the same curve as varying the Transformer's temperature.",
     rows,
-    {"brier_lm": "BrierLM"} | PLANE | FIRST,
-    Figure("collision (percent): less is more diverse", {"accuracy": "accuracy (percent)"}, over="collision"),
+    {"brier_lm": "BrierLM"} | TRADEOFF | FIRST,
+    Figure("collision (percent; lower is more diverse)", {"accuracy": "accuracy (percent)"}, x_column="collision"),
     claims,
     repeat=None,
     chunk_sizes=(4,),

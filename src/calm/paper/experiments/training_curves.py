@@ -1,18 +1,18 @@
-"""BrierLM over the course of training."""
+"""BrierLM during training."""
 
-from calm.paper.experiment import BRIERS, Experiment, Figure, Known, Row
+from calm.paper.experiment import BRIERS, Experiment, Figure, Lookup, Row
 from calm.paper.measures import scores
 from calm.paper.scales import Scale
 from calm.paper.values import Table, Verdict
 
 
-def rows(scale: Scale, known: Known) -> list[Row]:
+def rows(scale: Scale, lookup: Lookup) -> list[Row]:
     models = {f"Transformer-{size}": scale.transformer(size) for size in ("S", "M", "L")}
     models["CALM-XL"] = scale.calm(size="XL")
     return [
         Row(f"{name}, {steps:,} steps", (scores(run, scale),), {}, name, steps)
-        for name, whole in models.items()
-        for steps, run in scale.along(whole)
+        for name, model in models.items()
+        for steps, run in scale.training_curve(model)
     ]
 
 
@@ -20,8 +20,8 @@ def claims(table: Table) -> list[Verdict]:
     calm, baseline = (table.series(name) for name in ("CALM-XL", "Transformer-M"))
     first, last = ((calm[end].row.label, baseline[end].row.label) for end in (0, -1))
     return [
-        table.better("at the beginning CALM-XL is behind Transformer-M", first[1], first[0]),
-        table.better("at the end CALM-XL is ahead of Transformer-M", *last),
+        table.better("CALM-XL is worse than Transformer-M at the start of training", first[1], first[0]),
+        table.better("CALM-XL is better than Transformer-M at the end of training", *last),
     ]
 
 
@@ -29,9 +29,9 @@ EXPERIMENT = Experiment(
     "training-curves",
     "BrierLM during training",
     "figure “Training progress”",
-    "Transformers gain fast and saturate; CALM-XL begins behind Transformer-M and comes near Transformer-L.",
+    "Transformers improve fast and saturate. CALM-XL starts below Transformer-M and approaches Transformer-L.",
     rows,
     BRIERS,
-    Figure("steps of training"),
+    Figure("training steps"),
     claims,
 )
