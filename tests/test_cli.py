@@ -1,4 +1,4 @@
-"""The command line as a user meets it."""
+"""End-to-end tests of the command line: help, errors, output of `calm prepare`."""
 
 import json
 
@@ -7,11 +7,11 @@ import pytest
 from calm.cli import app
 
 
-def test_help_names_every_command_and_each_has_an_example(calm):
-    said = calm("--help").stdout
+def test_help_lists_every_command_and_each_has_an_example(calm):
+    overview = calm("--help").stdout
     for command in app.registered_commands:
         name = command.name or command.callback.__name__
-        assert name in said
+        assert name in overview
         assert "Example: calm " in " ".join(calm(name, "--help").stdout.split())
 
 
@@ -33,7 +33,7 @@ def test_help_names_every_command_and_each_has_an_example(calm):
         ),
     ],
 )
-def test_mistakes_are_one_sentence_and_exit_code_2(calm, tmp_path, arguments, message):
+def test_user_errors_are_one_line_with_exit_code_2(calm, tmp_path, arguments, message):
     done = calm(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
@@ -43,21 +43,21 @@ def test_mistakes_are_one_sentence_and_exit_code_2(calm, tmp_path, arguments, me
     assert not list(tmp_path.iterdir())
 
 
-def test_debug_shows_the_traceback_wherever_it_stands(calm):
+def test_debug_shows_the_traceback_in_any_position(calm):
     for arguments in (["--debug", "config", "nope"], ["config", "nope", "--debug"]):
         done = calm(*arguments)
         assert done.returncode == 2
         assert "Traceback" in done.stderr
 
 
-def test_prepare_prints_json_alone(calm, jsonl, tmp_path):
+def test_prepare_prints_only_json(calm, jsonl, tmp_path):
     done = calm("prepare", jsonl, "--tokenizer", "bpe:300", "--output", tmp_path / "d", "--workers", 1, "--json")
     assert json.loads(done.stdout)["vocab_size"] == 300
 
 
-def test_prepare_shows_what_came_out(calm, jsonl, tmp_path):
-    share = ["--validation-share", 1e-9]
-    done = calm("prepare", jsonl, "--tokenizer", "bpe:300", "--output", tmp_path / "d", "--workers", 1, *share)
+def test_prepare_prints_a_summary(calm, jsonl, tmp_path):
+    options = ["--validation-share", 1e-9]
+    done = calm("prepare", jsonl, "--tokenizer", "bpe:300", "--output", tmp_path / "d", "--workers", 1, *options)
     assert done.returncode == 0
     assert "no document fell into the validation split" in done.stderr
     assert "train" in done.stdout

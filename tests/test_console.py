@@ -1,4 +1,4 @@
-"""What a terminal shows: the live lines exist only there, so they are drawn here on a pretended one."""
+"""Progress lines, which are displayed only on a terminal, rendered on an emulated one."""
 
 import io
 
@@ -12,31 +12,31 @@ from calm.train.loop import Report
 
 
 @pytest.fixture
-def screen(monkeypatch):
+def terminal(monkeypatch):
     file = io.StringIO()
     monkeypatch.setattr(console, "stderr", Console(file=file, force_terminal=True, width=160))
     return file
 
 
-def test_training_line(screen):
+def test_training_progress(terminal):
     with console.training_progress(steps=200) as report:
         report(Report(1, 200, {"loss": 9.5}))
         metrics = {"loss": 8.25, "tokens_per_second": 12345.6, "share_of_peak": 0.5, "score": 0.9}
         report(Report(100, 200, metrics))
     for part in ("step 100/200", "loss 8.2500", "12,346 tokens/s", "50% of peak", "score 0.90000"):
-        assert part in screen.getvalue()
+        assert part in terminal.getvalue()
 
 
-def test_preparation_line(screen):
+def test_preparation_progress(terminal):
     with console.preparation_progress() as report:
         report(PreparationReport("training the tokenizer", Counts(), 2_000_000, None))
         report(PreparationReport("tokenizing", Counts(documents=3, tokens=1000), 500, 1000))
         report(PreparationReport("tokenizing", Counts(documents=7, tokens=5000), 900, 1000))
     for part in ("training the tokenizer", "tokenizing", "7 documents", "5,000 tokens", "tokens/s"):
-        assert part in screen.getvalue()
+        assert part in terminal.getvalue()
 
 
-def test_a_disabled_line_is_silent(screen):
+def test_disabled_progress_prints_nothing(terminal):
     with console.training_progress(steps=5, enabled=False) as report:
         report(Report(5, 5, {"loss": 1.0}))
-    assert screen.getvalue() == ""
+    assert terminal.getvalue() == ""

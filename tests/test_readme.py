@@ -1,4 +1,4 @@
-"""What README says is true: its commands run, its file tree exists."""
+"""The README matches the package: its commands run, its make targets and files exist."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_calm_commands_run(calm, tmp_path):
+def test_commands_run(calm, tmp_path):
     commands = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("calm ")]
     assert len(commands) >= 2
     for command in commands:
@@ -21,11 +21,11 @@ def test_calm_commands_run(calm, tmp_path):
 
 def test_make_targets_exist():
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
-    assert {"demo", "test"} <= named <= targets
+    documented = set(re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert {"demo", "test"} <= documented <= targets
 
 
-def test_file_tree_is_that_of_the_package():
+def test_listed_files_exist():
     tree = (ROOT / "README.md").read_text().partition("src/calm/\n")[2].partition("```")[0]
     assert tree
     for line in tree.splitlines():

@@ -1,4 +1,4 @@
-"""`python -m calm`, which is how torchrun starts a command."""
+"""Entry point of `python -m calm`, which torchrun uses."""
 
 from calm.cli import main
 

@@ -1,4 +1,4 @@
-"""The command line: one function a command, no logic. Heavy imports stay inside the commands."""
+"""Command line interface: one function per command, no logic. Heavy imports stay inside the commands."""
 
 import gc
 import os
@@ -19,20 +19,20 @@ app = typer.Typer(
     name="calm",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,  # what draws frames takes longer to import than everything else here
+    rich_markup_mode=None,  # rich help panels take longer to import than the rest of this module
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Continuous Autoregressive Language Models: predict one vector for every K tokens.",
-    epilog="Errors are one sentence; 'calm --debug COMMAND ...' shows where they come from.",
+    help="Continuous Autoregressive Language Models (CALM): one step of the backbone for every K tokens.",
+    epilog="Use 'calm COMMAND --help' for the options of a command.",
 )
 
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one field of the recipe; may be repeated."),
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one recipe field; may be repeated."),
 ]
-
-
-Int8 = Annotated[bool, typer.Option("--int8", help="Matrices in eight bits: faster on CPUs, nearly the same model.")]
+Int8 = Annotated[
+    bool, typer.Option("--int8", help="Quantize the linear layers to int8. Faster; changes outputs slightly. CPU only.")
+]
 
 
 class OnBadDocument(StrEnum):
@@ -63,33 +63,40 @@ def _version(value: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the full traceback on errors.")] = False,
 ) -> None:
     pass
 
 
 @app.command(
     epilog="Example: calm quickstart --minutes 5 --data 'novels/*.txt' --output quickstart-novels",
-    short_help="The whole idea in a quarter of an hour.",
+    short_help="Train CALM and a baseline end to end, and write a report.",
 )
 def quickstart(
-    minutes: Annotated[float, typer.Option(help="About how long it takes on two cores; scales every stage.")] = 15.0,
+    minutes: Annotated[
+        float, typer.Option(help="Approximate total time in minutes on two CPU cores; scales every stage.")
+    ] = 15.0,
     data: Annotated[
-        list[str] | None, typer.Option(help="Your own text instead of the embedded one; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="Text to train on, any source that 'calm prepare' reads; may be repeated. Default: the embedded text."
+        ),
     ] = None,
-    output: Annotated[Path, typer.Option(help="The directory to make, or to continue in.")] = Path("quickstart"),
-    seed: Annotated[int, typer.Option(min=0, max=2**62, help="The same seed, the same models.")] = 0,
+    output: Annotated[Path, typer.Option(help="Output directory; an interrupted run in it is continued.")] = Path(
+        "quickstart"
+    ),
+    seed: Annotated[int, typer.Option(min=0, max=2**62, help="Random seed.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """The whole idea in a quarter of an hour: text, autoencoder, language model, baseline, scores, samples, a report.
+    """Train an autoencoder, a CALM language model and a Transformer baseline, evaluate them, and write a report.
 
-    Interrupted, it continues when it is called again. It needs no network.
+    Needs no network. Run the same command again to continue after an interruption.
     """
     from calm.quickstart.plan import Plan
 
-    plan = Plan(minutes, tuple(data or ["embedded"]), seed)  # before torch is imported: a mistake is told at once
+    plan = Plan(minutes, tuple(data or ["embedded"]), seed)  # validate before the slow import of torch
     from calm.commands import quickstart as command
 
     command.quickstart(plan, output, as_json)
@@ -97,107 +104,154 @@ def quickstart(
 
 @app.command(
     epilog="Example: calm prepare 'texts/*.jsonl.gz' --tokenizer bpe:8192 --output data/mine",
-    short_help="Turn text into a tokenizer and shards of token ids.",
+    short_help="Tokenize text into shards of token ids.",
 )
 def prepare(
     sources: Annotated[
         list[str],
         typer.Argument(
-            help="Files or globs of .txt, .jsonl, .json, .parquet (also .gz, .zst), hf:NAME[:config][:split], "
-            "or the word embedded."
+            help="Files or globs (.txt, .jsonl, .json, .parquet; optionally .gz or .zst), hf:NAME[:config][:split] for "
+            "a Hugging Face dataset, or 'embedded' for the text that ships with the package."
         ),
     ],
     tokenizer: Annotated[
         str,
-        typer.Option(help="bpe:SIZE to train one, a tokenizer directory or hub name, or a tiktoken file."),
+        typer.Option(
+            help="bpe:SIZE to train a byte-level BPE tokenizer, a tokenizer directory, a Hugging Face Hub name, or a "
+            "tiktoken file."
+        ),
     ],
-    output: Annotated[Path, typer.Option(help="The directory to make.")],
-    text_field: Annotated[str, typer.Option(help="The field or column that holds the text.")] = "text",
-    validation_share: Annotated[float, typer.Option(help="Share of documents for validation.")] = 0.01,
-    test_share: Annotated[float, typer.Option(help="Share of documents for testing.")] = 0.0,
+    output: Annotated[Path, typer.Option(help="Output directory.")],
+    text_field: Annotated[str, typer.Option(help="Name of the field or column that contains the text.")] = "text",
+    validation_share: Annotated[float, typer.Option(help="Fraction of documents in the validation split.")] = 0.01,
+    test_share: Annotated[float, typer.Option(help="Fraction of documents in the test split.")] = 0.0,
     document_size: Annotated[
-        int, typer.Option(help="Bytes after which plain text is cut into documents, at a paragraph.")
+        int, typer.Option(help="Split long .txt files at the first blank line after this many bytes.")
     ] = 32_768,
-    shard_tokens: Annotated[int, typer.Option(help="Tokens in a shard.")] = 2**26,
-    workers: Annotated[int | None, typer.Option(help="Worker processes; by default one a core.")] = None,
-    on_bad_document: Annotated[OnBadDocument, typer.Option(help="What to do with one.")] = OnBadDocument.fail,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted preparation.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier preparation.")] = False,
+    shard_tokens: Annotated[int, typer.Option(help="Tokens per shard.")] = 2**26,
+    workers: Annotated[int | None, typer.Option(help="Number of worker processes. Default: one per CPU core.")] = None,
+    on_bad_document: Annotated[
+        OnBadDocument, typer.Option(help="How to handle a document that cannot be decoded.")
+    ] = OnBadDocument.fail,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted run in the output directory.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace prepared data in the output directory.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
-    """Turn text into a tokenizer and shards of token ids, ready to train on.
+    """Tokenize text into shards of token ids for training.
 
-    Interrupted at any moment, it continues with --resume and ends in the same bytes.
+    An interrupted run can be continued with --resume and produces identical files.
     """
     from calm.commands import prepare as command
     from calm.data.workers import PrepareOptions
 
     if resume and overwrite:
-        raise UserError("--resume continues and --overwrite begins anew; give one of them")
-    chosen = PrepareOptions(tokenizer, text_field, validation_share, test_share, document_size, shard_tokens)
-    how = {"workers": workers, "on_bad_document": on_bad_document.value, "resume": resume, "overwrite": overwrite}
-    command.prepare(sources, output, chosen, as_json, **how)
+        raise UserError("--resume and --overwrite are mutually exclusive; give one of them")
+    options = PrepareOptions(tokenizer, text_field, validation_share, test_share, document_size, shard_tokens)
+    execution = {"workers": workers, "on_bad_document": on_bad_document.value, "resume": resume, "overwrite": overwrite}
+    command.prepare(sources, output, options, as_json, **execution)
 
 
-@app.command(epilog="Example: calm train laptop-autoencoder --output runs/laptop-autoencoder --set train.steps=500")
+@app.command(
+    epilog="Example: calm train laptop-autoencoder --output runs/laptop-autoencoder --set train.steps=500",
+    short_help="Train a model from a recipe.",
+)
 def train(
-    recipe: Annotated[str, typer.Argument(help="A shipped recipe, or a file ('calm config' lists them).")],
-    output: Annotated[Path, typer.Option(help="The directory of the run.")],
+    recipe: Annotated[
+        str, typer.Argument(help="Name of a built-in recipe ('calm config' lists them), or a YAML file.")
+    ],
+    output: Annotated[Path, typer.Option(help="Run directory, for checkpoints, metrics and the trained model.")],
     settings: Settings = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in this directory.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in the output directory from its last checkpoint.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the training summary as JSON.")] = False,
 ) -> None:
-    """Train what a recipe describes. Many processes: torchrun ... -m calm train RECIPE --output DIR.
+    """Train an autoencoder, a CALM language model or a Transformer from a recipe.
 
-    SIGTERM and Ctrl-C save and stop; --resume continues to the same weights, bit for bit.
+    SIGTERM and Ctrl-C save a checkpoint and stop; --resume continues, and ends in bitwise the same weights.
+
+    Distributed training: torchrun --nproc-per-node=N -m calm train RECIPE --output DIR
     """
     from calm.config import load_config
 
-    resolved = load_config(recipe, settings)  # before torch is imported: a mistake is told at once
+    resolved = load_config(recipe, settings)  # validate before the slow import of torch
     from calm import console
     from calm.train.loop import train as run
 
-    first = os.environ.get("RANK", "0") == "0"
-    with console.training_progress(resolved.train.steps, enabled=first) as report:
+    is_main = os.environ.get("RANK", "0") == "0"
+    with console.training_progress(resolved.train.steps, enabled=is_main) as report:
         summary = run(resolved, output, resume=resume, report=report, warn=console.warn)
-    if first and as_json:
+    if is_main and as_json:
         console.print_json(summary)
-    elif first:
+    elif is_main:
         console.stdout.print(console.values_table(f"{resolved.stage} in {output}", summary))
-        console.stdout.print(f"The model is in {output / 'model'}, the curve in {output / 'loss.png'}", soft_wrap=True)
+        console.stdout.print(f"Model: {output / 'model'}. Loss curve: {output / 'loss.png'}.", soft_wrap=True)
 
 
 @app.command(
     epilog="Example: calm evaluate runs/laptop-calm/model runs/laptop-transformer/model --data data/embedded",
-    short_help="Measure models: BrierLM, or reconstruction.",
+    short_help="Evaluate models: BrierLM, reconstruction, or lm_eval tasks.",
 )
 def evaluate(
-    models: Annotated[list[Path], typer.Argument(help="Directories of trained models; several are compared.")],
+    models: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Model directories. Several language models are scored on the same positions and compared."
+        ),
+    ],
     data: Annotated[
-        Path | None, typer.Option(help="Data made by calm prepare with the models' tokenizer, or a file of text.")
+        Path | None,
+        typer.Option(
+            help="Directory made by 'calm prepare' with the models' tokenizer, or a text file. Required without "
+            "--harness."
+        ),
     ] = None,
-    split: Annotated[str, typer.Option(help="Of prepared data: train, validation or test.")] = "validation",
-    samples: Annotated[int, typer.Option(min=2, help="Draws at each position; more give smaller errors.")] = 2,
+    split: Annotated[str, typer.Option(help="Split of the prepared data: train, validation or test.")] = "validation",
+    samples: Annotated[
+        int, typer.Option(min=2, help="Samples per position; more samples reduce the standard error.")
+    ] = 2,
     positions: Annotated[
-        Positions, typer.Option(help="Where scores begin: where all models can, at a model's own borders, everywhere.")
+        Positions,
+        typer.Option(
+            help="Start positions to score: the chunk boundaries that all models share (shared), those of each model "
+            "(own), or every token (every)."
+        ),
     ] = Positions.shared,
-    context: Annotated[int | None, typer.Option(min=1, help="Tokens that are read at once; by default 512.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows computed at once, at most.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, max=2**62, help="Of the draws and of the bootstrap.")] = 0,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="Window length in tokens. Default: 512, or less if a model supports fewer positions."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Maximum number of windows per batch.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, max=2**62, help="Random seed for sampling and for the bootstrap.")] = 0,
     likelihood_bound: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Also bound a CALM model's likelihood, with N latents a chunk.")
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Also report an upper bound on the cross-entropy of CALM models, from N latents per chunk. 0 disables "
+            "it; --harness then uses 64.",
+        ),
     ] = 0,
     int8: Int8 = False,
     harness: Annotated[
-        list[str] | None, typer.Option(metavar="TASK", help="Run a task of lm_eval instead; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="TASK", help="Run this task of lm_eval (lm-evaluation-harness) instead; may be repeated."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Of a task, only so many examples.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Directory for the JSON and the plot.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the measures as JSON.")] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of examples per --harness task. Default: all.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Directory to save results and plots in. Default: not saved.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Measure models: BrierLM of language models with error bars, reconstruction of an autoencoder.
+    """Evaluate models: BrierLM with standard errors for language models, reconstruction for an autoencoder.
 
-    Many processes: torchrun ... -m calm evaluate MODEL --data DIR.
+    Distributed evaluation of language models: torchrun --nproc-per-node=N -m calm evaluate MODEL --data DIR
     """
     from calm.commands import evaluate as command
     from calm.models.configuration import ChunkAutoencoderConfig
@@ -205,13 +259,13 @@ def evaluate(
 
     models = [located(model) for model in models]
     if output is not None and output.exists() and not output.is_dir():
-        raise UserError(f"--output should name a directory, and {output} is a file")
+        raise UserError(f"--output should name a directory, but {output} is a file")
     if limit is not None and not harness:
-        raise UserError("--limit is for a task of lm_eval (--harness)")
+        raise UserError("--limit is for a task of lm_eval; give --harness too, or leave --limit out")
     if harness:
         command.run_harness(models, harness, limit, batch_size, seed, likelihood_bound, output, as_json)
     elif data is None:
-        raise UserError("--data is missing: a directory made by calm prepare, or a file of text")
+        raise UserError("--data is missing; give a directory made by 'calm prepare', or a text file")
     elif len(models) == 1 and model_type(models[0]) == ChunkAutoencoderConfig.model_type:
         command.evaluate_autoencoder(models[0], data, split, batch_size, output, as_json)
     else:
@@ -224,74 +278,125 @@ def evaluate(
 @app.command(epilog="Example: calm generate bundled 'And God said' --temperature 0.5 --num-samples 3")
 def generate(
     model: Annotated[
-        Path, typer.Argument(help="The directory of a CALM language model; the word bundled names the shipped one.")
+        Path, typer.Argument(help="Model directory, or 'bundled' for the model that ships with the package.")
     ],
-    prompt: Annotated[str, typer.Argument(help="What to continue; - reads it from stdin, none begins a text.")] = "",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the continuation, at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="Above 0; lower is less surprising, 1 the model as it is.")] = 1.0,
+    prompt: Annotated[str, typer.Argument(help="Prompt; - reads it from stdin. Default: an empty prompt.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature, above 0. Values above 1 need the method mixture.")
+    ] = 1.0,
     num_candidates: Annotated[
         int | None,
-        typer.Option(min=1, help="Draws for each chunk below temperature 1: 200, of mixture 64; of exact the most."),
+        typer.Option(
+            min=1,
+            help="Candidates per chunk. Default: 200, or 64 for mixture (1 with a chain head). For exact: the maximum "
+            "number of draws, 100,000 by default. At temperature 1 only mixture uses it.",
+        ),
     ] = None,
     method: Annotated[
         Method | None,
-        typer.Option(help="How candidates become a chunk; by default token, mixture for a chain head."),
+        typer.Option(
+            help="How to select a chunk from the candidates (see docs/sampling.md). Default: token, or mixture for "
+            "models with a chain head."
+        ),
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(help="Of batch: draw fewer candidates where the outcome is settled to this.")
+        float,
+        typer.Option(
+            help="For batch: stop drawing candidates at this expected total variation distance from the limit "
+            "distribution. 0 draws all candidates."
+        ),
     ] = 0.0,
-    refill: Annotated[bool, typer.Option("--refill", help="Of token: draw anew where few candidates agree.")] = False,
-    top_k: Annotated[int | None, typer.Option(help="Of mixture: the most probable tokens, so many.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Of mixture: the tokens with this probability.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Of mixture: tokens with this share of the largest.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
-    num_samples: Annotated[int, typer.Option(min=1, help="Continuations of the prompt.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, max=2**62, help="The same seed, the same text.")] = 0,
+    refill: Annotated[
+        bool,
+        typer.Option(
+            "--refill", help="For token: draw more candidates when fewer than 1/temperature match the tokens so far."
+        ),
+    ] = False,
+    top_k: Annotated[
+        int | None, typer.Option(help="For mixture: sample from this many of the most probable tokens. Default: all.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="For mixture: sample from the smallest set of tokens with this total probability, in (0, 1]. Default: "
+            "all."
+        ),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="For mixture: minimum probability relative to the most probable token, in (0, 1]. Default: no minimum."
+        ),
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; may be repeated.")] = None,
+    num_samples: Annotated[int, typer.Option(min=1, help="Number of continuations to generate.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=2**62, help="Random seed.")] = 0,
     int8: Int8 = False,
     show_chunks: Annotated[
-        bool, typer.Option("--show-chunks", help="Colour chunks and tell how many candidates agreed on each.")
+        bool,
+        typer.Option(
+            "--show-chunks",
+            help="Color the chunks and show the share of candidates equal to each (mixture: its probability).",
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print texts and what they cost as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the generated texts and sampling statistics as JSON.")
+    ] = False,
 ) -> None:
-    """Continue a text, chunk by chunk, as it comes. The continuation goes to stdout, everything else to stderr."""
-    gc.disable()  # importing torch makes many objects and leaves nothing behind: a tenth of its time
+    """Generate text from a prompt and stream it to stdout. Everything else goes to stderr."""
+    gc.disable()  # garbage collection takes a tenth of the time to import torch, and frees nothing
     from calm.sampling.next_chunk import Sampling
 
     gc.enable()
     if show_chunks and as_json:
-        raise UserError("--show-chunks is for people and --json for programs; give one of them")
-    named = None if method is None else method.value
-    sampling = Sampling(temperature, num_candidates, named, tolerance, refill, top_k, top_p, min_p)
+        raise UserError("--show-chunks and --json are mutually exclusive; give one of them")
+    method_name = None if method is None else method.value
+    sampling = Sampling(temperature, num_candidates, method_name, tolerance, refill, top_k, top_p, min_p)
     from calm.commands import generate as command
 
-    wanted = command.Wanted(prompt, max_new_tokens, stop or [], num_samples, seed)
-    command.generate(model, wanted, sampling, int8, show_chunks, as_json)
+    request = command.Request(prompt, max_new_tokens, stop or [], num_samples, seed)
+    command.generate(model, request, sampling, int8, show_chunks, as_json)
 
 
 @app.command(
     epilog="Example: calm serve runs/laptop-calm/model --baseline runs/laptop-transformer/model --port 8080",
-    short_help="Serve a model, with a page to play with.",
+    short_help="Serve a model over HTTP with an OpenAI-compatible API.",
 )
 def serve(
-    model: Annotated[Path, typer.Argument(help="A model's directory, or the word bundled.")],
-    baseline: Annotated[Path | None, typer.Option(help="A Transformer to serve beside it, to compare.")] = None,
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8000,
+    model: Annotated[
+        Path, typer.Argument(help="Model directory, or 'bundled' for the model that ships with the package.")
+    ],
+    baseline: Annotated[
+        Path | None, typer.Option(help="Directory of a Transformer to serve as well, for comparison.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free port.")] = 8000,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(envvar="CALM_API_KEY", help="Who has one may ask; may be repeated. Other users see arguments."),
+        typer.Option(
+            envvar="CALM_API_KEY",
+            help="API key that clients must send; may be repeated. Prefer the environment variable: other users of the "
+            "machine can see command line arguments.",
+        ),
     ] = None,
     open_to_all: Annotated[
-        bool, typer.Option("--open-to-all", help="Listen on other addresses than this machine's without a key.")
+        bool, typer.Option("--open-to-all", help="Allow listening on a non-loopback address without an API key.")
     ] = False,
-    max_batch: Annotated[int, typer.Option(min=1, help="Texts that grow at once.")] = 32,
-    max_queue: Annotated[int, typer.Option(min=0, help="Texts that may wait; further ones get a 429.")] = 256,
-    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a prompt.")] = 4096,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of a text.")] = 2048,
-    max_candidates: Annotated[int, typer.Option(min=1, help="Of a chunk.")] = 1000,
-    max_seconds: Annotated[float, typer.Option(min=0.1, help="Of a request, waiting included.")] = 300.0,
+    max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of sequences per decoding step.")] = 32,
+    max_queue: Annotated[
+        int, typer.Option(min=0, help="Maximum number of queued sequences; requests beyond it get HTTP 429.")
+    ] = 256,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Maximum prompt length in tokens.")] = 4096,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum number of tokens to generate per sequence.")
+    ] = 2048,
+    max_candidates: Annotated[int, typer.Option(min=1, help="Maximum number of candidates per chunk.")] = 1000,
+    max_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Maximum time per request in seconds, including time in the queue.")
+    ] = 300.0,
 ) -> None:
-    """Serve a model: OpenAI's completions, streams with an event for each chunk, and a page to play with."""
+    """Serve a model over HTTP with an OpenAI-compatible completions API and a web playground."""
     from calm.commands import serve as command
     from calm.serve.limits import Limits
 
@@ -306,13 +411,19 @@ def serve(
     command.serve(model, baseline, host, port, api_key or [], open_to_all, limits)
 
 
-@app.command(epilog="Example: calm config laptop-autoencoder --set data.batch_size=8")
+@app.command(
+    epilog="Example: calm config laptop-autoencoder --set data.batch_size=8",
+    short_help="Print a resolved recipe, or list the recipes.",
+)
 def config(
-    recipe: Annotated[str | None, typer.Argument(help="A shipped recipe, or a file; none lists them.")] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(help="Name of a built-in recipe, or a YAML file. Default: list the built-in recipes."),
+    ] = None,
     settings: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of YAML.")] = False,
 ) -> None:
-    """Show the configuration that a recipe resolves to."""
+    """Print the resolved configuration of a recipe, or list the built-in recipes."""
     from calm import console
     from calm.config import load_config, recipe_names, to_yaml
 
@@ -326,20 +437,27 @@ def config(
 
 @app.command(
     epilog="Example: calm cost paper-calm-m paper-transformer-s --samples 200",
-    short_help="Count parameters, FLOPs and memory.",
+    short_help="Estimate parameters, FLOPs and memory of recipes.",
 )
 def cost(
-    recipes: Annotated[list[str] | None, typer.Argument(help="Recipes; none: the six rows of Table 1.")] = None,
-    settings: Settings = None,
-    context: Annotated[int, typer.Option(min=1, help="Steps that attention looks back on.")] = 2048,
-    samples: Annotated[int, typer.Option(min=1, help="Candidates a chunk, at low temperature.")] = 200,
-    vocabulary: Annotated[
-        int | None, typer.Option(min=1, help="Tokens; by default those of the recipe's data, or 128,257.")
+    recipes: Annotated[
+        list[str] | None, typer.Argument(help="Built-in recipes or YAML files. Default: the six models of Table 1.")
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, help="World that share the memory.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a list with one object a recipe.")] = False,
+    settings: Settings = None,
+    context: Annotated[
+        int, typer.Option(min=1, help="Context length in backbone steps: chunks for CALM, tokens for a Transformer.")
+    ] = 2048,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Candidates per chunk for the inference cost at low temperature.")
+    ] = 200,
+    vocabulary: Annotated[
+        int | None,
+        typer.Option(min=1, help="Vocabulary size. Default: that of the recipe's data, or 128,257 without data."),
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes that share the training state.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list with one object per recipe as JSON.")] = False,
 ) -> None:
-    """Count parameters, FLOPs and memory of recipes, split by part, beside the numbers that the paper prints."""
+    """Estimate parameters, FLOPs and memory of recipes by component, next to the numbers in the paper."""
     from calm import console
     from calm.config import load_config
     from calm.paper.cost import TABLE_1, cost_of
@@ -348,7 +466,7 @@ def cost(
     configs = {name: load_config(name, settings) for name in names}
     costs = [cost_of(name, config, context, samples, vocabulary, processes) for name, config in configs.items()]
     if as_json:
-        console.print_json([found.as_json() for found in costs])
+        console.print_json([cost.as_json() for cost in costs])
     else:
         for table in console.cost_tables(costs, TABLE_1):
             console.stdout.print(table)
@@ -356,25 +474,34 @@ def cost(
 
 @app.command(
     epilog="Example: calm reproduce alpha --scale toy",
-    short_help="Repeat the paper's tables and figures.",
+    short_help="Reproduce the tables and figures of the paper.",
 )
 def reproduce(
-    name: Annotated[str, typer.Argument(help="An experiment of the paper, or all; 'list' names them.")],
+    name: Annotated[str, typer.Argument(help="Name of an experiment, 'all', or 'list' to list them.")],
     scale: Annotated[
-        str, typer.Option(help="toy (minutes), laptop (hours), enwik8 (days) or paper (a cluster).")
+        str, typer.Option(help="Scale: toy (minutes), laptop (hours), enwik8 (days) or paper (a cluster).")
     ] = "toy",
-    chunk_size: Annotated[int, typer.Option(help="K of the experiments that do not vary it.")] = 4,
-    output: Annotated[Path | None, typer.Option(help="By default reproduction/SCALE.")] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Text made by calm prepare; by default the embedded one, or the scale's.")
+    chunk_size: Annotated[int, typer.Option(help="Tokens per chunk (K), in experiments that do not vary it.")] = 4,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Output directory. Default: reproduction/SCALE, or reproduction/SCALE-kK if K is not 4."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was interrupted.")] = False,
-    plan: Annotated[bool, typer.Option("--plan", help="Print the trainings as commands, and stop.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print numbers and answers as JSON.")] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory made by 'calm prepare'. Default: the embedded text for toy and laptop, data/enwik8 for "
+            "enwik8, data/pile for paper."
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the training commands and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Repeat the paper's tables and figures: train what is missing, measure, compare with what the paper found.
+    """Reproduce tables and figures of the paper: train the models, evaluate them, compare with the paper's claims.
 
-    What was measured once is never trained again. Many processes: torchrun ... -m calm reproduce NAME.
+    Saved results are reused: a model that has been evaluated is not trained again.
+
+    Distributed: torchrun --nproc-per-node=N -m calm reproduce NAME
     """
     from calm.commands import reproduce as command
     from calm.paper.scales import scale_of
@@ -387,17 +514,21 @@ def reproduce(
 
 @app.command(
     epilog="Example: calm bench training --size paper --rounds 3 --json",
-    short_help="Measure speed against the machine's limits.",
+    short_help="Benchmark speed and memory.",
 )
 def bench(
-    what: Annotated[str, typer.Argument(help="training, generation, evaluation, memory, scaling or all.")] = "all",
-    size: Annotated[str, typer.Option(help="laptop, or paper: CALM-M, Transformer-S, 20 GB.")] = "laptop",
-    rounds: Annotated[int, typer.Option(min=1, help="How often each is measured, in turns.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+    what: Annotated[
+        str, typer.Argument(help="Benchmark to run: training, generation, evaluation, memory, scaling or all.")
+    ] = "all",
+    size: Annotated[
+        str, typer.Option(help="Model size: laptop, or paper (CALM-M and Transformer-S; needs 20 GB of memory).")
+    ] = "laptop",
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements per variant; variants are interleaved.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Measure how close to this machine's limits everything runs, and how much faster than a Transformer.
+    """Benchmark speed and memory on the CPU, relative to hardware limits and to a Transformer baseline.
 
-    Models have random weights. Close other programs: medians help against noise, not against company.
+    Models have random weights. Close other programs first: medians reduce noise, but cannot correct for a busy machine.
     """
     from calm.commands import bench as command
 
@@ -407,16 +538,20 @@ def bench(
 @app.command(
     "import-official",
     epilog="Example: calm import-official CALM-M --autoencoder CALM-Autoencoder --output models/calm-m",
+    short_help="Convert a checkpoint of the paper's authors.",
 )
 def import_official(
-    model: Annotated[Path, typer.Argument(help="The directory of a published language model or autoencoder.")],
-    output: Annotated[Path, typer.Option(help="The directory to make.")],
+    model: Annotated[Path, typer.Argument(help="Directory of a language model or autoencoder in the authors' format.")],
+    output: Annotated[Path, typer.Option(help="Output directory.")],
     autoencoder: Annotated[
-        Path | None, typer.Option(help="The published autoencoder that a language model was made with.")
+        Path | None,
+        typer.Option(
+            help="Directory of the autoencoder that the language model was trained with. Required for a language model."
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was imported as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON.")] = False,
 ) -> None:
-    """Turn a checkpoint in the authors' format into ours. Every weight is accounted for."""
+    """Convert a checkpoint from the format of the paper's authors. Missing or unexpected weights are an error."""
     from calm import console
     from calm.models.official import import_official as run
 
@@ -428,15 +563,15 @@ def import_official(
         "tokenizer": (output / "tokenizer.json").exists(),
     }
     if not summary["tokenizer"]:
-        console.warn(f"{model} has no tokenizer.json, so {output} has none: training and evaluating need it")
+        console.warn(f"{model} has no tokenizer.json; copy one to {output} before you train or evaluate")
     if as_json:
         console.print_json(summary)
     else:
-        console.stdout.print(console.values_table(f"imported from {model}", summary))
+        console.stdout.print(console.values_table(f"Imported from {model}", summary))
 
 
 def _show_warning(message, category, *where) -> None:
-    """Our own warnings in one line; those of libraries as they come."""
+    """Print warnings of this package on one line, and those of libraries in the default format."""
     from calm import console
 
     if issubclass(category, CalmWarning):
@@ -446,27 +581,27 @@ def _show_warning(message, category, *where) -> None:
 
 
 def main() -> None:
-    """Run a command; a user's mistake becomes one sentence and exit code 2."""
+    """Run a command. A user error is printed as one line and exits with code 2."""
     warnings.showwarning = _show_warning
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # those of transformers; ours tell more
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # console.py has its own progress bars
     keep_memory()
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
         code = app(arguments, prog_name="calm", standalone_mode=False)
         if code == INTERRUPTED:
-            _fail("interrupted; commands that take --resume continue with it", code, debug)
+            _fail("interrupted; commands with a --resume option can continue from here", code, debug)
         sys.exit(code)
     except UserError as error:
         _fail(str(error), getattr(error, "exit_code", 2), debug)
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
+    except BrokenPipeError:  # the reader of stdout has exited, e.g. `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except TyperException as error:  # an option or argument that the parser cannot take
+    except TyperException as error:  # invalid option or argument
         message = getattr(error, "format_message", error.__str__)()
-        _fail(f"{message} ('calm --help' and 'calm COMMAND --help' tell more)", 2, debug)
+        _fail(f"{message} (see 'calm --help' and 'calm COMMAND --help')", 2, debug)
     except Exception as error:
-        _fail(f"unexpected {type(error).__name__}: {error} ('calm --debug' shows where)", 1, debug)
+        _fail(f"unexpected {type(error).__name__}: {error} (run with --debug for the traceback)", 1, debug)
 
 
 def _fail(message: str, code: int, debug: bool) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What a person sees: progress bars and tables on stderr, answers on stdout."""
+"""Terminal output: progress bars and warnings on stderr, results on stdout."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def warn(message: str) -> None:
 
 @contextmanager
 def preparation_progress() -> Iterator[Callable[["Report"], None]]:
-    """A bar with documents, tokens a second and the time left."""
+    """Progress bar of `calm prepare`: documents, tokens per second, remaining time."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -49,17 +49,17 @@ def preparation_progress() -> Iterator[Callable[["Report"], None]]:
     )
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         task = progress.add_task("reading", total=None, done="")
-        stage, began, before = "", 0.0, 0
+        stage, start_time, start_tokens = "", 0.0, 0
 
         def show(report: "Report") -> None:
-            nonlocal stage, began, before
+            nonlocal stage, start_time, start_tokens
             counts, now = report.counts, progress.get_time()
             if report.stage != stage:
-                stage, began, before = report.stage, now, counts.tokens
+                stage, start_time, start_tokens = report.stage, now, counts.tokens
                 progress.reset(task, total=report.bytes_total)
             done = f"{report.bytes_read / 1e6:,.0f} MB"
             if counts.tokens:
-                speed = (counts.tokens - before) / max(now - began, 1e-3)
+                speed = (counts.tokens - start_tokens) / max(now - start_time, 1e-3)
                 done = f"{counts.documents:,} documents · {counts.tokens:,} tokens · {speed:,.0f} tokens/s"
             progress.update(task, description=stage, completed=report.bytes_read, done=done)
 
@@ -68,7 +68,7 @@ def preparation_progress() -> Iterator[Callable[["Report"], None]]:
 
 @contextmanager
 def training_progress(steps: int, enabled: bool = True) -> Iterator[Callable[["StepReport"], None]]:
-    """One live line: step, loss, tokens a second, share of the machine's peak, time left. Plain lines into a file."""
+    """Live line with step, loss, tokens/s, share of peak FLOP/s and remaining time; log lines without a terminal."""
     columns = (
         TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
         BarColumn(),
@@ -100,25 +100,25 @@ def training_progress(steps: int, enabled: bool = True) -> Iterator[Callable[["S
 
 
 def values_table(title: str, values: dict[str, Any]) -> Table:
-    """Names and numbers, one a row."""
+    """Table with one row per name and value. Lists, dicts and None are left out."""
     table = Table(title=title, show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for name, value in values.items():
         if not isinstance(value, list | dict) and value is not None:
-            shown = (
+            formatted = (
                 f"{value:,}" if isinstance(value, int) else f"{value:.5f}" if isinstance(value, float) else str(value)
             )
-            table.add_row(name.replace("_", " "), shown)
+            table.add_row(name.replace("_", " "), formatted)
     return table
 
 
 @contextmanager
 def evaluation_progress(enabled: bool = True) -> Iterator[Callable[[str, int, int | None], None]]:
-    """A bar for every model: tokens scored, and the time left where the number of all is known."""
+    """One progress bar per model: tokens scored, and the remaining time if the total is known."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f} tokens"))
-    shown = enabled and stderr.is_terminal
-    with Progress(*columns, TimeRemainingColumn(compact=True), console=stderr, disable=not shown) as progress:
+    visible = enabled and stderr.is_terminal
+    with Progress(*columns, TimeRemainingColumn(compact=True), console=stderr, disable=not visible) as progress:
         tasks: dict[str, Any] = {}
 
         def show(name: str, tokens: int, total: int | None) -> None:
@@ -129,8 +129,8 @@ def evaluation_progress(enabled: bool = True) -> Iterator[Callable[[str, int, in
         yield show
 
 
-def scores_tables(answer: dict[str, Any]) -> Iterator[Table]:
-    """BrierLM and its parts, a column a model; then the differences with their paired intervals."""
+def scores_tables(results: dict[str, Any]) -> Iterator[Table]:
+    """Table of scores with one column per model, then a table of paired differences between models."""
     briers = ("BrierLM", "Brier-1", "Brier-2", "Brier-3", "Brier-4")
     rows = {
         "BrierLM": "brier_lm",
@@ -139,32 +139,32 @@ def scores_tables(answer: dict[str, Any]) -> Iterator[Table]:
         **{f"accuracy-{n}": f"accuracy_{n}" for n in range(1, 5)},
         "collision": "collision",
         **{f"collision-{n}": f"collision_{n}" for n in range(1, 5)},
-        "nats a token": "cross_entropy",
+        "nats per token": "cross_entropy",
         "perplexity": "perplexity",
-        "bits a byte": "bits_per_byte",
-        "nats a token, at most": "cross_entropy_bound",
-        "perplexity, at most": "perplexity_bound",
-        "bits a byte, at most": "bits_per_byte_bound",
+        "bits per byte": "bits_per_byte",
+        "nats per token (upper bound)": "cross_entropy_bound",
+        "perplexity (upper bound)": "perplexity_bound",
+        "bits per byte (upper bound)": "bits_per_byte_bound",
         "positions": "positions",
         "documents": "documents",
     }
     table = Table(
-        title=", ".join(filter(None, (answer["data"], answer["split"]))),
-        caption=f"percent ± standard error, a higher Brier is better; {answer['positions']}; {answer['samples']} "
-        f"samples; at most {answer['context']} tokens before"
-        + (f"; likelihoods bounded with {answer['latents']} latents" if answer["latents"] else ""),
+        title=", ".join(filter(None, (results["data"], results["split"]))),
+        caption=f"percent ± standard error, higher Brier scores are better; {results['positions']}; "
+        f"{results['samples']} samples; context of at most {results['context']} tokens"
+        + (f"; upper bounds from {results['latents']} latents" if results["latents"] else ""),
     )
     table.add_column("")
-    for name in answer["models"]:
+    for name in results["models"]:
         table.add_column(name, justify="right")
     for title, key in rows.items():
-        if any(measures.get(key) is not None for measures in answer["models"].values()):
-            values = (_shown(measures, key) for measures in answer["models"].values())
-            table.add_row(title, *values, end_section=title.endswith(("-4", "byte", "bits a byte, at most")))
+        if any(measures.get(key) is not None for measures in results["models"].values()):
+            values = (_cell(measures, key) for measures in results["models"].values())
+            table.add_row(title, *values, end_section=title.startswith("bits") or title.endswith("-4"))
     yield table
-    if answer["differences"]:
-        differences = Table("", "", "difference", "95% interval of pairs", title="Differences")
-        for name, scores in answer["differences"].items():
+    if results["differences"]:
+        differences = Table("", "", "difference", "95% interval (paired)", title="Differences")
+        for name, scores in results["differences"].items():
             for number, title in enumerate(briers):
                 pair, last = name if number == 0 else "", number == len(briers) - 1
                 differences.add_row(pair, title, *_difference(scores[rows[title]]), end_section=last)
@@ -173,52 +173,53 @@ def scores_tables(answer: dict[str, Any]) -> Iterator[Table]:
 
 def _difference(score: dict[str, Any]) -> tuple[str, str]:
     if score["value"] is None:
-        return "no meaning", ""
+        return "undefined", ""
     digits = _digits(score)
     low, high = (f"{score[end]:+.{digits}f}" if score[end] is not None else "?" for end in ("low", "high"))
     return f"{score['value']:+.{digits}f}", f"{low} … {high}" if score["standard_error"] is not None else ""
 
 
-def _shown(measures: dict[str, Any], key: str) -> str:
+def _cell(measures: dict[str, Any], key: str) -> str:
     value = measures.get(key)
     if not isinstance(value, dict):
         return "" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
-    if value["value"] is None:  # a BrierLM with a factor that is not above 0
+    if value["value"] is None:  # BrierLM is a geometric mean: undefined if one factor is not above 0
         first = next(n for n in range(1, 5) if measures[f"brier_{n}"]["value"] <= 0)
-        return f"below 0\n(Brier-{first}: {_shown(measures, f'brier_{first}')})"
+        return f"below 0\n(Brier-{first}: {_cell(measures, f'brier_{first}')})"
     digits = _digits(value)
     error = f" ± {value['standard_error']:.{digits}f}" if value["standard_error"] is not None else ""
-    doubt = "\n(may be below 0)" if error and value["low"] is None else ""  # of too many samples that were drawn again
-    return f"{value['value']:.{digits}f}{error}{doubt}"
+    # no lower bound: the score is undefined in more than 2.5% of the bootstrap samples
+    note = "\n(may be below 0)" if error and value["low"] is None else ""
+    return f"{value['value']:.{digits}f}{error}{note}"
 
 
 def _digits(score: dict[str, Any]) -> int:
-    """Decimals that show two figures of the error: two to five."""
+    """Decimals that show two significant digits of the standard error, from 2 to 5."""
     error = score["standard_error"]
     return min(max(1 - math.floor(math.log10(error)), 2), 5) if error else 2
 
 
-def cost_tables(costs: list["Cost"], printed: dict[str, tuple[float, float, float]]) -> Iterator[Table]:
-    """What recipes cost, beside the numbers of the paper's Table 1, and each recipe's parts."""
+def cost_tables(costs: list["Cost"], published: dict[str, tuple[float, float, float]]) -> Iterator[Table]:
+    """Table of total costs with deviations from Table 1 of the paper, then one table of components per recipe."""
     table = Table(title="Cost")
     table.add_column("recipe", no_wrap=True)
     columns = ("parameters", "with autoencoder", "training FLOPs", "inference FLOPs/token", "at N candidates", "memory")
     for column in columns:
         table.add_column(column, justify="right")
     for cost in costs:
-        parameters, training, inference = printed.get(cost.name, (None, None, None))
-        more = cost.inference_flops_per_token_with_candidates
+        parameters, training, inference = published.get(cost.name, (None, None, None))
+        with_candidates = cost.inference_flops_per_token_with_candidates
         table.add_row(
             cost.name,
-            f"{cost.parameters / 1e6:,.1f}M{_beside(cost.parameters, parameters)}",
+            f"{cost.parameters / 1e6:,.1f}M{_deviation(cost.parameters, parameters)}",
             f"{cost.parameters_with_autoencoder / 1e6:,.1f}M",
-            f"{cost.train_flops:.3g}{_beside(cost.train_flops, training)}",
-            f"{cost.inference_flops_per_token:.3g}{_beside(cost.inference_flops_per_token, inference)}",
-            f"{more:.3g} (N={cost.candidates})" if more else "-",
+            f"{cost.train_flops:.3g}{_deviation(cost.train_flops, training)}",
+            f"{cost.inference_flops_per_token:.3g}{_deviation(cost.inference_flops_per_token, inference)}",
+            f"{with_candidates:.3g} (N={cost.candidates})" if with_candidates else "-",
             f"{cost.peak_memory / 1e9:,.1f} GB",
         )
-    if any(cost.name in printed for cost in costs):
-        table.caption = "in brackets: the difference from what the paper prints"
+    if any(cost.name in published for cost in costs):
+        table.caption = "in parentheses: deviation from the paper"
     yield table
     for cost in costs:
         parts = Table(title=f"{cost.name}, vocabulary {cost.vocabulary:,}")
@@ -230,13 +231,14 @@ def cost_tables(costs: list["Cost"], printed: dict[str, tuple[float, float, floa
         yield parts
 
 
-def _beside(value: float, printed: float | None) -> str:
-    return "" if printed is None else f" ({value / printed - 1:+.1%})"
+def _deviation(value: float, published: float | None) -> str:
+    return "" if published is None else f" ({value / published - 1:+.1%})"
 
 
 def preparation_summary(manifest: dict[str, Any]) -> Table:
-    table = Table(title=f"{manifest['vocab_size']:,} tokens in the vocabulary, stored as {manifest['dtype']}")
-    for column in ("split", "documents", "tokens", "bytes a token", "shards"):
+    """Table of prepared data with one row per split."""
+    table = Table(title=f"Vocabulary of {manifest['vocab_size']:,} tokens, stored as {manifest['dtype']}")
+    for column in ("split", "documents", "tokens", "bytes per token", "shards"):
         table.add_column(column, justify="left" if column == "split" else "right")
     for name, split in manifest["splits"].items():
         ratio = f"{split['bytes'] / split['tokens']:.2f}" if split["tokens"] else "-"
@@ -246,7 +248,7 @@ def preparation_summary(manifest: dict[str, Any]) -> Table:
 
 
 def coloured_chunks(tokenizer: "Tokenizer", ids: list[int], chunk_size: int) -> Text:
-    """A text with one colour a chunk, a thick line between chunks and a thin one between tokens."""
+    """Decoded text with one color per chunk, "┃" between chunks and "│" between tokens."""
     text = Text()
     for number, start in enumerate(range(0, len(ids), chunk_size)):
         tokens = [tokenizer.decode([i]).replace("\n", "↵") for i in ids[start : start + chunk_size]]
@@ -256,10 +258,10 @@ def coloured_chunks(tokenizer: "Tokenizer", ids: list[int], chunk_size: int) -> 
 
 
 def show_texts(pieces: Iterable["Piece"], count: int, chunks: bool) -> None:
-    """A single text as it comes; several one after the other, when all are there or it was interrupted."""
+    """Stream a single text; print several texts one after another once all are complete or on an interrupt."""
     if count == 1:
         for number, piece in enumerate(pieces):
-            _write(piece, number, chunks)
+            _print_piece(piece, number, chunks)
         print()
         return
     texts: list[list[Piece]] = [[] for _ in range(count)]
@@ -270,19 +272,19 @@ def show_texts(pieces: Iterable["Piece"], count: int, chunks: bool) -> None:
         for number, text in enumerate(texts, start=1):
             stdout.rule(f"{number} of {count}")
             for step, piece in enumerate(text):
-                _write(piece, step, chunks)
+                _print_piece(piece, step, chunks)
             print()
 
 
-def _write(piece: "Piece", number: int, chunks: bool) -> None:
+def _print_piece(piece: "Piece", number: int, chunks: bool) -> None:
     if chunks:
-        stdout.print(_piece(piece, number), end="", soft_wrap=True)
+        stdout.print(_colored_piece(piece, number), end="", soft_wrap=True)
     else:
-        stdout.file.write(piece.text)  # as it is: rich would change tabs and control characters
+        stdout.file.write(piece.text)  # not by rich, which changes tabs and control characters
     stdout.file.flush()
 
 
-def _piece(piece: "Piece", number: int) -> Text:
+def _colored_piece(piece: "Piece", number: int) -> Text:
     text = Text(piece.text.replace("\n", "↵"), style=CHUNK_COLOURS[number % len(CHUNK_COLOURS)])
     if piece.agreement is not None:
         text.append(
@@ -292,6 +294,7 @@ def _piece(piece: "Piece", number: int) -> Text:
 
 
 def collected_texts(pieces: Iterable["Piece"], count: int) -> dict[str, Any]:
+    """Generate all texts and return them with their token counts and agreements, for JSON output."""
     texts = [{"text": "", "tokens": 0, "agreement": []} for _ in range(count)]
     for piece in pieces:
         text = texts[piece.number]
@@ -303,7 +306,7 @@ def collected_texts(pieces: Iterable["Piece"], count: int) -> dict[str, Any]:
 
 
 class StageScreen:
-    """What long work shows on stderr: a line a stage, and below it the stage's own bar."""
+    """Progress of multi-stage commands on stderr: one line per stage, followed by its progress bar."""
 
     preparation = staticmethod(preparation_progress)
     training = staticmethod(training_progress)
@@ -315,7 +318,7 @@ class StageScreen:
 
 
 class SilentScreen:
-    """What the other processes show."""
+    """Same interface as `StageScreen` without output, for all ranks but the first."""
 
     @contextmanager
     def preparation(self) -> Iterator[Callable[..., None]]:
@@ -333,7 +336,7 @@ class SilentScreen:
 
 
 def show_samples(samples: list[dict[str, Any]]) -> None:
-    """Continuations of the CALM model, one colour a chunk."""
+    """Print continuations by the CALM model with one color per chunk."""
     for sample in samples:
         text = Text(f"T = {sample['temperature']:g}  ", style="dim")
         text.append(sample["prompt"].replace("\n", "↵"), style="not dim bold")

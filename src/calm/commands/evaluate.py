@@ -1,4 +1,4 @@
-"""What `calm evaluate` does: asks for measures, keeps them, shows them."""
+"""`calm evaluate`: run an evaluation, save the results, print them."""
 
 import os
 from contextlib import nullcontext
@@ -15,29 +15,29 @@ from calm.files import write_json
 def evaluate_language_models(
     models: list[Path], data: Path, split: str, options: Options, output: Path | None, as_json: bool
 ) -> None:
-    with process_group() as world, console.evaluation_progress(world.is_main) as tell:
-        answer = language_models.evaluate_language_models(models, data, split, options, world, tell)
+    with process_group() as world, console.evaluation_progress(world.is_main) as progress:
+        results = language_models.evaluate_language_models(models, data, split, options, world, progress)
     if not world.is_main:
         return
-    for warning in answer["warnings"]:
+    for warning in results["warnings"]:
         console.warn(warning)
-    _keep(output, "scores.json", answer)
+    _save(output, "scores.json", results)
     if as_json:
-        console.print_json(answer)
+        console.print_json(results)
     else:
-        for table in console.scores_tables(answer):
+        for table in console.scores_tables(results):
             console.stdout.print(table)
     if output is not None:
-        report.plot_scores(answer, output / "scores.png")
+        report.plot_scores(results, output / "scores.png")
 
 
 def evaluate_autoencoder(
     model: Path, data: Path, split: str, batch_size: int, output: Path | None, as_json: bool
 ) -> None:
-    _one_process("an autoencoder is evaluated")
+    _require_single_process("the evaluation of an autoencoder")
     with console.stderr.status("evaluating") if console.stderr.is_terminal else nullcontext():
         measures = report.evaluate_autoencoder(model, data, split, batch_size)
-    _keep(output, "reconstruction.json", measures)
+    _save(output, "reconstruction.json", measures)
     if output is not None:
         report.plot_robustness(measures, output / "robustness.png")
     if as_json:
@@ -58,20 +58,20 @@ def run_harness(
     as_json: bool,
 ) -> None:
     if len(models) > 1:
-        raise UserError("--harness takes one model")
-    _one_process("--harness runs")
+        raise UserError(f"--harness takes one model, not {len(models)}; run it once for each model")
+    _require_single_process("--harness")
     try:
         from calm.evaluate import harness
     except ModuleNotFoundError as error:
-        raise UserError(f"--harness needs {error.name}: pip install 'calm-lm[eval]'") from error
+        raise UserError(f"--harness needs {error.name}; install it with: pip install 'calm-lm[eval]'") from error
 
     results = harness.run_harness(models[0], tasks, limit, batch_size, seed, num_latents)
     if results["likelihood_bound"]:
         console.warn(
-            f"likelihoods of a CALM model are bounds, here from {results['likelihood_bound']} latents a chunk: scores "
-            "that rest on them are not those of the model itself"
+            f"likelihoods of a CALM model are bounds, estimated from {results['likelihood_bound']} latents per chunk: "
+            "scores based on them are not exact"
         )
-    _keep(output, "harness.json", results)
+    _save(output, "harness.json", results)
     if as_json:
         console.print_json(results)
     else:
@@ -79,13 +79,13 @@ def run_harness(
             console.stdout.print(console.values_table(name, task))
 
 
-def _one_process(what: str) -> None:
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError(f"{what} in one process, not under torchrun")
+def _require_single_process(what: str) -> None:
+    if (world_size := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+        raise UserError(f"{what} runs in one process, not in {world_size}; start it without torchrun")
 
 
-def _keep(output: Path | None, name: str, measures: dict) -> None:
-    """Write measures into a directory, if one is wanted."""
+def _save(output: Path | None, name: str, results: dict) -> None:
+    """Write results to a JSON file in the output directory, if there is one."""
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-        write_json(output / name, measures)
+        write_json(output / name, results)

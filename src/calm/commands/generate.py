@@ -1,4 +1,4 @@
-"""`calm generate` for people: texts as they come, or all of them as JSON with what they cost."""
+"""`calm generate`: stream texts to the terminal, or print them as JSON with sampling statistics."""
 
 import sys
 from contextlib import nullcontext
@@ -14,37 +14,36 @@ from calm.sampling.next_chunk import Sampling
 from calm.sampling.text import Writer
 
 
-class Wanted(NamedTuple):
-    """What to write."""
+class Request(NamedTuple):
+    """Prompt and limits of a generation."""
 
-    prompt: str  # - is stdin
+    prompt: str  # "-" reads it from stdin
     max_new_tokens: int
     stops: list[str]
     num_samples: int
     seed: int
 
 
-def generate(model: Path, wanted: Wanted, sampling: Sampling, int8: bool, show_chunks: bool, as_json: bool) -> None:
+def generate(model: Path, request: Request, sampling: Sampling, int8: bool, show_chunks: bool, as_json: bool) -> None:
     with console.stderr.status("loading") if console.stderr.is_terminal else nullcontext():
         writer = Writer(located(model), default_device(), int8=int8)
     sampling = writer.predictor.resolve(sampling)
-    prompt, number = _read(wanted.prompt), wanted.num_samples
+    prompt, count = _read_prompt(request.prompt), request.num_samples
     pieces = writer.write(
-        [writer.tokenizer.encode(prompt)] * number,
+        [writer.tokenizer.encode(prompt)] * count,
         sampling,
-        max_new_tokens=wanted.max_new_tokens,
-        stops=[wanted.stops] * number,
-        seed=wanted.seed,
+        max_new_tokens=request.max_new_tokens,
+        stops=[request.stops] * count,
+        seed=request.seed,
     )
     try:
         if as_json:
             settings = {"temperature": sampling.temperature, "method": sampling.method}
-            texts = console.collected_texts(pieces, number)  # before what they cost is known
-            console.print_json(
-                {"prompt": prompt, "seed": wanted.seed} | settings | texts | {"cost": asdict(writer.spent)}
-            )
+            texts = console.collected_texts(pieces, count)  # runs the generation, which fills writer.spent
+            cost = asdict(writer.spent)
+            console.print_json({"prompt": prompt, "seed": request.seed} | settings | texts | {"cost": cost})
         else:
-            console.show_texts(pieces, number, show_chunks)
+            console.show_texts(pieces, count, show_chunks)
     except KeyboardInterrupt:
         console.stdout.print()
         sys.exit(INTERRUPTED)
@@ -52,10 +51,10 @@ def generate(model: Path, wanted: Wanted, sampling: Sampling, int8: bool, show_c
         console.warn(warning)
 
 
-def _read(prompt: str) -> str:
+def _read_prompt(prompt: str) -> str:
     try:
         text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
         text.encode()
     except UnicodeError as error:
-        raise UserError(f"the prompt is not UTF-8: {error}") from error
+        raise UserError(f"the prompt is not valid UTF-8: {error}; convert it to UTF-8 first") from error
     return text
