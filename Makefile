@@ -41,7 +41,7 @@ bench: $(READY)
 	$(BIN)/calm bench
 	$(BIN)/python benchmarks/allocator.py
 	$(BIN)/python benchmarks/autoencoder_vocabulary.py
-	$(BIN)/python benchmarks/few_rows.py
+	$(BIN)/python benchmarks/small_batch.py
 	$(BIN)/python benchmarks/layers.py
 	$(BIN)/python benchmarks/preparation.py
 	$(BIN)/python benchmarks/training_overhead.py

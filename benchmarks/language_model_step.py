@@ -1,65 +1,51 @@
-"""Where a training step of the language model goes: backbone, head, and the energy loss alone, as shares of a step.
-
-Medians of several rounds in one run; the model is that of a recipe with random weights.
+"""Breakdown of a training step of a language model with the energy head: backbone, head, and energy loss.
 
     python benchmarks/language_model_step.py [RECIPE] [VOCABULARY]
+
+Medians over interleaved rounds, for the model of a recipe with random weights.
 """
 
+import argparse
 import statistics
-import sys
-import time
 from collections.abc import Callable
 
 import torch
 
-from calm.config import load_config
-from calm.heads import EnergyHead
-from calm.models.calm import CalmForCausalLM
-from calm.noise import RowNoise
+from calm.bench.clock import take_turns
+from calm.bench.models import Training, config_of
+from calm.bench.training import Head
 from calm.scores.energy import energy_loss
-from calm.train.optimizer import adamw
-from calm.train.stages import autoencoder_config, calm_config
-
-ROUNDS = 9
 
 
 def main() -> None:
-    recipe, vocabulary = (*sys.argv[1:], *("laptop-calm", "4096")[len(sys.argv) - 1 :])
-    config, vocabulary = load_config(recipe), int(vocabulary)
-    torch.manual_seed(0)
-    model = CalmForCausalLM(calm_config(config.language_model, autoencoder_config(config, vocabulary))).train()
-    head = model.head
-    assert isinstance(head, EnergyHead)
-    torch.nn.init.normal_(head.latent.weight, std=0.05)  # it begins at zero, where all samples coincide
-    optimizer = adamw(model, (0.9, 0.95), 1e-8, 0.1)
-    rows, size = config.data.batch_size, config.data.chunk_size
-    ids = torch.randint(vocabulary, (rows, config.data.sequence_length + size))
-    posterior = model.posterior(model.chunks(ids)[:, 1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default="laptop-calm")
+    parser.add_argument("vocabulary", nargs="?", type=int, default=4096, help="vocabulary size")
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    training = Training(config_of(args.recipe, "laptop"), args.vocabulary)
+    model, chunks = training.model, training.inputs["chunks"][:, :-1]
+    head = Head(training)
     with torch.no_grad():
-        hidden = model.hidden_states(ids[:, :-size])
-        samples = head.sample(hidden, config.language_model.num_model_samples)
-    hidden.requires_grad_()
+        samples = model.head.sample(head.hidden, model.head.num_model_samples)
     samples.requires_grad_()
 
-    def step() -> None:
-        model(ids, labels=ids, noise=RowNoise(list(range(rows)))).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def backbone() -> None:
+        model.hidden_states(chunks).sum().backward()
+        model.zero_grad()
 
-    parts: dict[str, Callable[[], object]] = {
-        "step": step,
-        "chunk embedding and backbone": lambda: model.hidden_states(ids[:, :-size]).sum().backward(),
-        "head and loss": lambda: head.loss(hidden, posterior).backward(),
-        "loss": lambda: energy_loss(samples, posterior).mean().backward(),
+    def loss() -> None:
+        energy_loss(samples, head.posterior).mean().backward()
+        samples.grad = None
+
+    training.step()  # allocates the optimizer state, which is not part of a step
+    functions: dict[str, Callable[[], object]] = {
+        "step": training.step,
+        "chunk embedding and backbone": backbone,
+        "head and loss": head.run,
+        "loss": loss,
     }
-    times: dict[str, list[float]] = {name: [] for name in parts}
-    for number in range(ROUNDS + 1):
-        for name, function in parts.items():
-            began = time.perf_counter()
-            function()
-            if number:  # the first round warms up
-                times[name].append(time.perf_counter() - began)
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    medians = {name: statistics.median(seconds) for name, seconds in take_turns(functions, args.rounds).items()}
     for name, median in medians.items():
         print(f"{name:32}{1000 * median:9.1f} ms{median / medians['step']:8.1%}")
 

@@ -1,34 +1,37 @@
-"""Which texts a near-tie decides: those that weights moved by some roundings no longer write.
+"""Find generated texts that depend on a near-tie: texts that change if the weights change by some rounding errors.
 
-Batches of other sizes round otherwise, so a text that was served among others may differ from the same text alone, but
-only where two chunks were as good as equal. All other texts must be the same, whoever else is served.
+Rounding errors depend on the batch size. So the text of a request may differ from the text of the same request alone,
+but only where two chunks were almost equally good. All other texts must be the same, whatever else is in the batch.
 """
 
 from collections.abc import Callable
 
 import torch
 
-from calm.sampling.next_chunk import Sampling
-from calm.sampling.text import Writer
+from calm.generate.sampler import SamplingParams
+from calm.generate.text import TextGenerator
 
-ROUNDINGS = 3e-6  # 25 times the distance of neighbouring numbers in float32
-TIMES = 8  # a near-tie falls to either side, so that one of 256 is overlooked
+RELATIVE_NOISE = 3e-6  # of the weights: 25 times the machine epsilon of fp32
+TRIALS = 8  # each resolves a near-tie one way or the other; one in 256 goes unnoticed
 
 
-def settled(writer: Writer, texts: dict[int, str], write: Callable[[int], str]) -> dict[int, str]:
-    """Those of the texts, by seed, that `write` still gives with moved weights."""
-    weights = [weight.detach().clone() for weight in writer.model.parameters()]
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(TIMES):
+def stable_texts(generator: TextGenerator, texts: dict[int, str], generate: Callable[[int], str]) -> dict[int, str]:
+    """Those texts, by seed, that `generate(seed)` reproduces with perturbed weights.
+
+    The weights of the generator's model are perturbed in place, and stay so.
+    """
+    weights = [weight.detach().clone() for weight in generator.model.parameters()]
+    noise = torch.Generator().manual_seed(0)
+    for _ in range(TRIALS):
         with torch.no_grad():
-            for weight, before in zip(writer.model.parameters(), weights, strict=True):
-                weight.copy_(before * (1 + ROUNDINGS * torch.randn(before.shape, generator=generator)))
-        texts = {seed: text for seed, text in texts.items() if write(seed) == text}
+            for weight, original in zip(generator.model.parameters(), weights, strict=True):
+                weight.copy_(original * (1 + RELATIVE_NOISE * torch.randn(original.shape, generator=noise)))
+        texts = {seed: text for seed, text in texts.items() if generate(seed) == text}
     return texts
 
 
-def written(writer: Writer, prompt: str, seed: int, temperature: float, tokens: int) -> str:
-    """What a writer gives to a request alone."""
-    ids = writer.tokenizer.encode(prompt)
-    pieces = writer.write([ids], Sampling(temperature), max_new_tokens=tokens, seed=seed)
-    return "".join(piece.text for piece in pieces)
+def generate_text(generator: TextGenerator, prompt: str, seed: int, temperature: float, max_new_tokens: int) -> str:
+    """The text of a request that is generated alone."""
+    ids = generator.tokenizer.encode(prompt)
+    deltas = generator.stream([ids], SamplingParams(temperature), max_new_tokens=max_new_tokens, seed=seed)
+    return "".join(delta.text for delta in deltas)

@@ -1,9 +1,9 @@
-"""Does the next chunk get worse where a prompt does not end on a chunk border of its own?
+"""Are predictions worse if the prompt does not consist of whole chunks?
 
     python benchmarks/offsets.py runs/laptop-calm/model --data data/embedded
 
-The same targets behind prompts of 64, 63, … 64 - (K - 1) tokens: the shorter ones are filled at their front.
-Differences are paired, target by target.
+Brier scores of the same targets after prompts of 64, 63, …, 64 - (K - 1) tokens; shorter prompts are padded at their
+front. Differences are paired by target.
 """
 
 import argparse
@@ -13,53 +13,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calm.checkpoint import load_calm
 from calm.data.shards import PreparedData
-from calm.models.loading import load_calm
-from calm.sampling.vocabulary import search_of
-from calm.scores.brier import LONGEST, brier_of_samples
+from calm.generate.engine import prepare_inference
+from calm.scores.brier import MAX_NGRAM, brier_of_samples
+
+BATCH_SIZE = 100
 
 
 @torch.no_grad()
-def scores(model: Any, texts: Tensor, targets: Tensor, samples: int) -> Tensor:
-    """Brier-1 to Brier-4 of the next chunk, in percent: (P, 4)."""
-    found = []
-    for text, target in zip(texts.split(100), targets.split(100), strict=True):
-        hidden = model.hidden_states(text)[:, -1]
+def brier_scores(model: Any, prompts: Tensor, targets: Tensor, num_samples: int) -> Tensor:
+    """Brier-1 to Brier-4 of the tokens after prompts (P, T), in percent: (P, 4)."""
+    scores = []
+    for ids, target in zip(prompts.split(BATCH_SIZE), targets.split(BATCH_SIZE), strict=True):
+        hidden = model.hidden_states(ids.unflatten(1, (-1, model.chunk_size)))[:, -1]
         generator = torch.Generator().manual_seed(0)
-        drawn = model.draw(hidden, samples, generator, search_of(model.autoencoder))
-        found.append(100 * brier_of_samples(drawn[..., :LONGEST], target).double())
-    return torch.cat(found)
+        samples = model.head.propose(hidden, num_samples, generator).tokens()
+        scores.append(100 * brier_of_samples(samples[..., :MAX_NGRAM], target).double())
+    return torch.cat(scores)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--positions", type=int, default=4000)
-    parser.add_argument("--length", type=int, default=64, help="a multiple of K")
-    parser.add_argument("--samples", type=int, default=16)
-    options = parser.parse_args()
-    model = load_calm(options.model).eval()
-    data = PreparedData(options.data)
+    parser.add_argument("model", type=Path, help="model directory")
+    parser.add_argument("--data", type=Path, required=True, help="prepared data")
+    parser.add_argument("--positions", type=int, default=4000, help="number of prompts")
+    parser.add_argument("--length", type=int, default=64, help="tokens of the longest prompt, a multiple of K")
+    parser.add_argument("--samples", type=int, default=16, help="per prompt")
+    args = parser.parse_args()
+    model = load_calm(args.model)
+    prepare_inference(model)
+    data = PreparedData(args.data)
     stream = data.split("validation")
-    size, number = model.config.chunk_size, min(options.positions, (len(stream) - options.length) // LONGEST - 1)
-    starts = torch.linspace(0, len(stream) - options.length - LONGEST - 1, number).long()
+    count = min(args.positions, (len(stream) - args.length) // MAX_NGRAM - 1)
+    starts = torch.linspace(0, len(stream) - args.length - MAX_NGRAM - 1, count).long()
     rows = torch.stack(
-        [torch.tensor(stream[int(s) : int(s) + options.length + LONGEST].astype("int64")) for s in starts]
+        [torch.tensor(stream[int(s) : int(s) + args.length + MAX_NGRAM].astype("int64")) for s in starts]
     )
-    whole = None
-    for fill in range(size):
-        texts = rows[:, : options.length].clone()
-        texts[:, :fill] = data.tokenizer.pad_token_id
-        found = scores(model, texts, rows[:, options.length :], options.samples)
-        whole = found if whole is None else whole
-        error, difference = found.std(0) / number**0.5, found - whole
-        paired = difference.std(0) / number**0.5
-        print(f"prompt of {options.length - fill} tokens, {fill} fill:")
-        for n in range(LONGEST):
+    baseline = None  # without padding
+    for padding in range(model.chunk_size):
+        prompts = rows[:, : args.length].clone()
+        prompts[:, :padding] = data.tokenizer.pad_token_id
+        scores = brier_scores(model, prompts, rows[:, args.length :], args.samples)
+        baseline = scores if baseline is None else baseline
+        error, difference = scores.std(0) / count**0.5, scores - baseline
+        paired_error = difference.std(0) / count**0.5
+        print(f"prompt of {args.length - padding} tokens, {padding} padding tokens:")
+        for n in range(MAX_NGRAM):
             print(
-                f"    Brier-{n + 1} {found[:, n].mean():.3f} ± {error[n]:.3f}   "
-                f"difference {difference[:, n].mean():+.3f} ± {paired[n]:.3f}"
+                f"    Brier-{n + 1} {scores[:, n].mean():.3f} ± {error[n]:.3f}   "
+                f"difference {difference[:, n].mean():+.3f} ± {paired_error[n]:.3f}"
             )
 
 

@@ -1,10 +1,9 @@
-"""How fast `calm serve` answers many at once, and whether anything is lost, mixed up or kept.
+"""Throughput and correctness of `calm serve` with concurrent streams, and its memory over many requests.
 
     python benchmarks/serving.py [MODEL] [--streams 1 4 16 64] [--rounds 3] [--requests 10000] [--temperature 1.0]
 
-Starts a server of its own and asks it over loopback from this process. Every answer is compared with what the same
-request gave when it was served alone: only near-ties may differ. `--requests` short ones follow, while the server's
-memory is watched.
+Starts a server and sends requests over loopback from this process. Every text is compared with that of the same request
+sent alone; it may differ only at a near-tie. Then the server's memory is measured over `--requests` short requests.
 """
 
 import argparse
@@ -23,21 +22,22 @@ from typing import Any, NamedTuple
 import near_ties
 import psutil
 
-from calm.models.directories import located
-from calm.sampling.text import Writer
+from calm.checkpoint import resolve_model_dir
+from calm.generate.text import TextGenerator
 
 PROMPTS = ("And God said", "In the beginning", "The LORD is my", "Blessed are", "", "And it came to pass that")
-MEMORY_STREAMS = 32
+MEMORY_STREAMS, MEMORY_TOKENS = 32, 8
+REQUESTS_PER_STREAM = 2
 
 
-class Answer(NamedTuple):
+class Response(NamedTuple):
     text: str
     tokens: int
     first: float  # seconds to the first chunk
 
 
-async def ask(port: int, fields: dict[str, Any]) -> Answer:
-    """A stream by hand: a library of HTTP would be most of the load on two cores."""
+async def send(port: int, fields: dict[str, Any]) -> Response:
+    """Send a streaming request over a plain socket: an HTTP library would be most of the load on two cores."""
     body = json.dumps({**fields, "stream": True}).encode()
     began, first = time.perf_counter(), 0.0
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -59,118 +59,126 @@ async def ask(port: int, fields: dict[str, Any]) -> Answer:
         tokens += len(choice["chunk"]["ids"])
     writer.close()
     if not done:
-        raise RuntimeError("a stream ended before its end")
-    return Answer("".join(text), tokens, first)
+        raise RuntimeError("a stream ended without [DONE]")
+    return Response("".join(text), tokens, first)
 
 
-async def many(port: int, requests: list[dict[str, Any]], streams: int) -> list[Answer]:
-    """All requests, so many at once."""
-    answers: list[Answer | None] = [None] * len(requests)
-    numbers = iter(range(len(requests)))
+async def send_all(port: int, requests: list[dict[str, Any]], streams: int) -> list[Response]:
+    """Send all requests, at most `streams` at once; the responses have the order of the requests."""
+    responses: dict[int, Response] = {}
+    pending = iter(enumerate(requests))
 
     async def work() -> None:
-        for number in numbers:
-            answers[number] = await ask(port, requests[number])
+        for index, request in pending:
+            responses[index] = await send(port, request)
 
     await asyncio.gather(*(work() for _ in range(streams)))
-    return [answer for answer in answers if answer is not None]
+    return [responses[index] for index in sorted(responses)]
 
 
-def made(model: str, count: int, tokens: int, temperature: float) -> list[dict[str, Any]]:
+def make_requests(model: str, count: int, max_tokens: int, temperature: float) -> list[dict[str, Any]]:
     return [
         {
             "model": model,
-            "prompt": PROMPTS[number % len(PROMPTS)],
-            "max_tokens": tokens,
-            "seed": number,
+            "prompt": PROMPTS[seed % len(PROMPTS)],
+            "max_tokens": max_tokens,
+            "seed": seed,
             "temperature": temperature,
         }
-        for number in range(count)
+        for seed in range(count)
     ]
 
 
-def start(model: str) -> tuple[subprocess.Popen, int]:
+def start_server(model: str) -> tuple[subprocess.Popen, str, int]:
+    """The process, the model's name in the API, and the port."""
     command = [sys.executable, "-m", "calm", "serve", model, "--port", "0", "--max-batch", "64"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"})
     assert process.stderr is not None
-    found = re.search(r"Serving (\S+) at http://127\.0\.0\.1:(\d+)", process.stderr.readline())
-    assert found, "the server did not start"
-    return process, int(found[2])
+    line = process.stderr.readline()
+    match = re.search(r"Serving (\S+) at http://127\.0\.0\.1:(\d+)", line)
+    if match is None:
+        process.kill()
+        raise SystemExit(f"the server did not start: {line}")
+    return process, match[1], int(match[2])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="bundled")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64], help="numbers of concurrent streams")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens per request")
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--requests", type=int, default=10_000)
-    options = parser.parse_args()
-    process, port = start(options.model)
+    parser.add_argument("--requests", type=int, default=10_000, help="short requests for the memory measurement")
+    args = parser.parse_args()
+    process, name, port = start_server(args.model)
     try:
-        measure(options, process, port)
+        measure_throughput(args, name, port)
+        measure_memory(name, process, port, args.requests)
     finally:
         process.send_signal(signal.SIGTERM)
         print(f"exit code {process.wait(120)}")
 
 
-def measure(options: argparse.Namespace, process: subprocess.Popen, port: int) -> None:
-    name = options.model
-    requests = made(name, max(4, 2 * max(options.streams)), options.tokens, options.temperature)
-    alone = asyncio.run(many(port, requests, 1))
-    speeds: dict[int, list[float]] = {streams: [] for streams in options.streams}
-    firsts: dict[int, list[float]] = {streams: [] for streams in options.streams}
-    other: list[int] = []  # seeds of texts that were not as alone
-    for _ in range(options.rounds):  # in turns, so that a busy machine slows all of them
-        for streams in options.streams:
-            chosen = requests[: max(4, 2 * streams)]
+def num_requests(streams: int) -> int:
+    return max(4, REQUESTS_PER_STREAM * streams)
+
+
+def measure_throughput(args: argparse.Namespace, name: str, port: int) -> None:
+    requests = make_requests(name, num_requests(max(args.streams)), args.tokens, args.temperature)
+    alone = asyncio.run(send_all(port, requests, 1))
+    speeds: dict[int, list[float]] = {streams: [] for streams in args.streams}
+    latencies: dict[int, list[float]] = {streams: [] for streams in args.streams}
+    different: list[int] = []  # seeds of texts that differ from those of the same request alone
+    total = 0
+    for _ in range(args.rounds):  # interleaved, so that background load affects all numbers of streams
+        for streams in args.streams:
+            batch = requests[: num_requests(streams)]
             began = time.perf_counter()
-            answers = asyncio.run(many(port, chosen, streams))
+            responses = asyncio.run(send_all(port, batch, streams))
             seconds = time.perf_counter() - began
-            assert len(answers) == len(chosen), "an answer was lost"
-            speeds[streams].append(sum(answer.tokens for answer in answers) / seconds)
-            firsts[streams] += [answer.first for answer in answers]
-            pairs = enumerate(zip(answers, alone, strict=False))
-            other += [seed for seed, (found, before) in pairs if found.text != before.text]
-    total = options.rounds * sum(max(4, 2 * streams) for streams in options.streams)
-    print(f"{name}, temperature {options.temperature:g}, {options.tokens} tokens; medians of {options.rounds} rounds")
-    base = statistics.median(speeds[options.streams[0]])
-    print("streams  tokens/s   times   first chunk: median   99%")
-    for streams in options.streams:
-        speed = statistics.median(speeds[streams])
-        late = statistics.quantiles(firsts[streams], n=100)[98] if len(firsts[streams]) > 1 else firsts[streams][0]
-        median = statistics.median(firsts[streams])
-        print(f"{streams:7d} {speed:9.0f} {speed / base:7.2f} {1e3 * median:17.0f} ms {1e3 * late:6.0f} ms")
-    wrong = mixed_up(options, {seed: alone[seed].text for seed in other})
-    print(f"{total} answers, none lost, {len(other)} other than alone ({len(set(other))} texts)")
-    print(f"of these texts {len(set(other)) - len(wrong)} hang on a near-tie; mixed up: {wrong or 'none'}")
-    watch(name, process, port, options.requests)
+            assert len(responses) == len(batch), "a response is missing"
+            total += len(responses)
+            speeds[streams].append(sum(response.tokens for response in responses) / seconds)
+            latencies[streams] += [response.first for response in responses]
+            pairs = enumerate(zip(responses, alone, strict=False))
+            different += [seed for seed, (response, expected) in pairs if response.text != expected.text]
+    print(f"{name}, temperature {args.temperature:g}, {args.tokens} tokens; medians of {args.rounds} rounds")
+    baseline = statistics.median(speeds[args.streams[0]])
+    print("streams  tokens/s  speedup   first chunk: median    99%")
+    for streams in args.streams:
+        speed, median = statistics.median(speeds[streams]), statistics.median(latencies[streams])
+        tail = statistics.quantiles(latencies[streams], n=100)[98]
+        print(f"{streams:7d} {speed:9.0f} {speed / baseline:7.2f}x {1e3 * median:17.0f} ms {1e3 * tail:6.0f} ms")
+    texts = {seed: alone[seed].text for seed in different}
+    wrong = unexplained(args, texts)
+    print(f"{total} responses, none missing; {len(different)} differ from the request alone ({len(texts)} texts)")
+    print(f"of these texts {len(texts) - len(wrong)} depend on a near-tie; unexplained: {wrong or 'none'}")
 
 
-def mixed_up(options: argparse.Namespace, texts: dict[int, str]) -> list[int]:
-    """The seeds of texts that no near-tie explains."""
-    writer = Writer(located(Path(options.model)))
+def unexplained(args: argparse.Namespace, texts: dict[int, str]) -> list[int]:
+    """Seeds of texts whose difference is not explained by a near-tie."""
+    generator = TextGenerator(resolve_model_dir(Path(args.model)))
 
-    def write(seed: int) -> str:
+    def generate(seed: int) -> str:
         prompt = PROMPTS[seed % len(PROMPTS)]
-        return near_ties.written(writer, prompt, seed, options.temperature, options.tokens)
+        return near_ties.generate_text(generator, prompt, seed, args.temperature, args.tokens)
 
-    strange = [seed for seed, text in texts.items() if write(seed) != text]  # not even alone what a writer gives
-    return strange + list(near_ties.settled(writer, texts, write))
+    wrong = [seed for seed, text in texts.items() if generate(seed) != text]  # not even alone, without the server
+    return wrong + list(near_ties.stable_texts(generator, texts, generate))
 
 
-def watch(name: str, process: subprocess.Popen, port: int, count: int) -> None:
-    """Memory over many short requests, a tenth at a time."""
-    memory = psutil.Process(process.pid).memory_info
-    seen = []
-    for start in range(0, count, max(1, count // 10)):
-        requests = made(name, min(max(1, count // 10), count - start), 8, 1.0)
-        answers = asyncio.run(many(port, requests, MEMORY_STREAMS))
-        assert len(answers) == len(requests), "an answer was lost"
-        seen.append(memory().rss / 2**20)
-    if seen:
-        print(f"memory over {count} requests, MB: {' '.join(f'{megabytes:.0f}' for megabytes in seen)}")
+def measure_memory(name: str, process: subprocess.Popen, port: int, count: int) -> None:
+    """Memory of the server over many short requests, a tenth at a time."""
+    memory_info = psutil.Process(process.pid).memory_info
+    megabytes, step = [], max(1, count // 10)
+    for start in range(0, count, step):
+        requests = make_requests(name, min(step, count - start), MEMORY_TOKENS, 1.0)
+        responses = asyncio.run(send_all(port, requests, MEMORY_STREAMS))
+        assert len(responses) == len(requests), "a response is missing"
+        megabytes.append(memory_info().rss / 2**20)
+    if megabytes:
+        print(f"memory over {count} requests, MB: {' '.join(f'{value:.0f}' for value in megabytes)}")
 
 
 if __name__ == "__main__":

@@ -1,66 +1,69 @@
-"""Is the vocabulary search right, and how much faster is it? On states of trained models.
+"""Correctness and speed of the int8 vocabulary search (calm.cpu.search), on decoder states of a trained model.
 
     python benchmarks/vocabulary.py runs/laptop-calm/model --data data/embedded --states 1000000
 
-States are those of candidates that the model draws behind a text it was not trained on, a quarter of them posterior
-samples of the autoencoder. Every answer is compared with the argmax in float64. Two words whose values differ by less
-than what a product in fp32 may be off (d·2⁻²⁴·|w|·|g|) count as tied.
+Three quarters of the states come from samples of the model on held-out text, one quarter from the autoencoder's
+posterior. Every result is compared with the argmax in float64. Two tokens count as tied if their logits differ by less
+than the rounding error of an fp32 dot product, d·2⁻²⁴·|w|·|g|.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from calm.checkpoint import load_calm
+from calm.cpu import search
+from calm.cpu.search import VocabularySearch
 from calm.data.shards import PreparedData
-from calm.models.loading import load_calm
-from calm.sampling import vocabulary
-from calm.sampling.vocabulary import VocabularySearch
-from calm.scores.vocabulary import most_probable_words
+from calm.scores.vocabulary import most_probable_tokens
 
-WINDOW, CANDIDATES = 128, 50
+CONTEXT, CANDIDATES, REPEATS = 128, 50, 7
+BATCH_SIZES = (4, 50, 200, 800)
 
 
 @torch.no_grad()
-def states(model: Any, data: Path, number: int) -> Iterator[Tensor]:
-    """About a thousand at a time."""
-    stream, size = PreparedData(data).split("validation"), model.config.chunk_size
+def decoder_states(model: Any, data: Path, count: int) -> Iterator[Tensor]:
+    """States (n, d), about a thousand at a time."""
+    stream = PreparedData(data).split("validation")
     generator = torch.Generator().manual_seed(0)
-    while number > 0:
-        start = int(torch.randint(len(stream) - WINDOW, (), generator=generator))
-        ids = torch.tensor(stream[start : start + WINDOW].astype("int64"))
-        hidden = model.hidden_states(ids[None])[0, -4:]
-        drawn = model.head.sample(hidden, CANDIDATES, generator).flatten(0, 1)
-        posterior = model.posterior(ids.view(-1, size))
-        rows = torch.randint(len(posterior.mean), (len(drawn) // 3,), generator=generator)
-        own = posterior.mean[rows] + posterior.log_std[rows].exp() * torch.randn(
-            len(rows), posterior.mean.shape[1], generator=generator
-        )
-        found = model.autoencoder.decoder(torch.cat([drawn, own])).flatten(0, 1)[:number]
-        number -= len(found)
-        yield found
+    while count > 0:
+        start = int(torch.randint(len(stream) - CONTEXT, (), generator=generator))
+        chunks = torch.tensor(stream[start : start + CONTEXT].astype("int64")).view(-1, model.chunk_size)
+        hidden = model.hidden_states(chunks[None])[0, -4:]
+        samples = model.head.sample(hidden, CANDIDATES, generator).flatten(0, 1)
+        posterior = model.posterior(chunks)
+        rows = torch.randint(len(posterior.mean), (len(samples) // 3,), generator=generator)
+        noise = torch.randn(len(rows), posterior.mean.shape[1], generator=generator)
+        latents = torch.cat([samples, posterior.mean[rows] + posterior.std[rows] * noise])
+        states = model.autoencoder.decoder(latents).flatten(0, 1)[:count]
+        count -= len(states)
+        yield states
 
 
-def check(search: VocabularySearch, found: Tensor, words: Tensor, best: Tensor, ids: Tensor) -> tuple[int, int]:
-    """Answers that are wrong, and answers that are tied with the best."""
-    other = search(found)
-    differs = other != ids
-    values = (found[differs].double() * words[other[differs]]).sum(1)
-    rounding = words.shape[1] * 2.0**-24 * words.norm(dim=1).max() * found[differs].double().norm(dim=1)
-    wrong = int((best[differs] - values > rounding).sum())
+def count_errors(tokens: Tensor, states: Tensor, vocabulary: Tensor) -> tuple[int, int]:
+    """Numbers of wrong tokens, and of tokens that are tied with the best; `vocabulary` is in float64."""
+    best, expected = (
+        torch.cat(parts)
+        for parts in zip(*((part.double() @ vocabulary.T).max(1) for part in states.split(256)), strict=True)
+    )
+    differs = tokens != expected
+    logits = (states[differs].double() * vocabulary[tokens[differs]]).sum(1)
+    rounding = vocabulary.shape[1] * 2.0**-24 * vocabulary.norm(dim=1).max() * states[differs].double().norm(dim=1)
+    wrong = int((best[differs] - logits > rounding).sum())
     return wrong, int(differs.sum()) - wrong
 
 
-def seconds(function: Any, *arguments: Any) -> float:
+def median_seconds(function: Callable[[], object]) -> float:
     times = []
-    for _ in range(7):
+    for _ in range(REPEATS):
         began = time.perf_counter()
-        function(*arguments)
+        function()
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 
@@ -68,31 +71,32 @@ def seconds(function: Any, *arguments: Any) -> float:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--states", type=int, default=20_000)
+    parser.add_argument("model", type=Path, help="directory of a CALM model with a vector head")
+    parser.add_argument("--data", type=Path, required=True, help="prepared data")
+    parser.add_argument("--states", type=int, default=20_000, help="number of states")
     parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    vocabulary.SMALL = 0  # search small vocabularies, too
-    model: Any = load_calm(options.model).eval()
-    words = model.autoencoder.embedding.weight.detach()
-    exact = words.double()
-    search = VocabularySearch(words)
-    number = wrong = tied = 0
-    for found in states(model, options.data, options.states):
-        best, ids = zip(*((found_part.double() @ exact.T).max(1) for found_part in found.split(256)), strict=True)
-        here = check(search, found, exact, torch.cat(best), torch.cat(ids))
-        number, wrong, tied = number + len(found), wrong + here[0], tied + here[1]
-    print(f"{number:,} states, {len(words):,} words of {words.shape[1]} dimensions")
-    left = len(words) * search.multiplied / search.asked
-    print(f"{wrong} wrong ({wrong / number:.4%}), {tied} tied; words multiplied as they are: {left:.2f} a state")
-    some = torch.cat(list(states(model, options.data, 1000)))
-    for rows in (4, 50, 200, 800):
-        part = some[torch.randperm(len(some))[:rows]].contiguous()
-        whole = seconds(most_probable_words, part, words)
-        ratio = whole / seconds(search, part)
-        print(f"{rows} states: full projection {1e3 * whole:.1f} ms; the search is {ratio:.2f} times as fast")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    search.MIN_VOCABULARY = 0  # search small vocabularies, too
+    model: Any = load_calm(args.model)
+    vocabulary = model.autoencoder.embedding.weight.detach()
+    exact, vocabulary_search = vocabulary.double(), VocabularySearch(vocabulary)
+    count = wrong = tied = 0
+    for states in decoder_states(model, args.data, args.states):
+        errors = count_errors(vocabulary_search(states), states, exact)
+        count, wrong, tied = count + len(states), wrong + errors[0], tied + errors[1]
+    print(f"{count:,} states, {len(vocabulary):,} tokens, {vocabulary.shape[1]} dimensions")
+    if not vocabulary_search.searches:
+        print("this CPU's int8 product is not exact: the search falls back to the full projection")
+        return
+    compared = len(vocabulary) * vocabulary_search.multiplied / vocabulary_search.asked
+    print(f"{wrong} wrong ({wrong / count:.4%}), {tied} tied; tokens compared in fp32: {compared:.2f} per state")
+    states = torch.cat(list(decoder_states(model, args.data, 1000)))
+    for batch_size in BATCH_SIZES:
+        batch = states[torch.randperm(len(states))[:batch_size]].contiguous()
+        full = median_seconds(lambda batch=batch: most_probable_tokens(batch, vocabulary))
+        speedup = full / median_seconds(lambda batch=batch: vocabulary_search(batch))
+        print(f"{batch_size} states: full projection {1e3 * full:.1f} ms; speedup of the search {speedup:.2f}x")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from hypothesis import settings
 from calm.data.prepare import prepare
 from calm.data.workers import PrepareOptions
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and start processes; tiny models want no more
-os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network, and none should wait for one
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in parallel and start processes
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network
 settings.register_profile("calm", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("calm")
 
@@ -34,7 +34,7 @@ def shared() -> Path:
 
 @pytest.fixture
 def compiler() -> None:
-    from calm import native  # and with it torch, which reads the number of threads that is set above
+    from calm.cpu import native  # imports torch, which reads OMP_NUM_THREADS once
 
     if native.library() is None:
         pytest.skip("no C compiler")
@@ -42,7 +42,7 @@ def compiler() -> None:
 
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
-    """Forty documents of different lengths, some with letters beyond ASCII."""
+    """Forty documents of different lengths, some with non-ASCII characters."""
     words = [
         "the",
         "quick",
@@ -80,7 +80,7 @@ def prepared(jsonl, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def calm():
-    """Run the command line as a user does."""
+    """Run the command line in a subprocess."""
 
     def run(*arguments: object, **kwargs) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "calm", *map(str, arguments)]
@@ -91,26 +91,26 @@ def calm():
 
 @pytest.fixture(scope="session")
 def models(prepared, tmp_path_factory) -> Path:
-    """A directory with saved models of random weights: calm-1 to calm-4, softmax and autoencoder."""
+    """A directory of saved models with random weights: calm-1 to calm-4, softmax (a Transformer), and autoencoder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from calm.checkpoint import save_model
     from calm.data.shards import PreparedData
-    from calm.models.calm import CalmForCausalLM
-    from calm.models.configuration import CalmConfig
+    from calm.hf import CalmConfig, CalmForCausalLM
 
     directory = tmp_path_factory.mktemp("models")
     tokenizer = PreparedData(prepared).tokenizer
-    inner = {"vocab_size": tokenizer.vocab_size, "latent_size": 4, "hidden_size": 8, "intermediate_size": 8}
+    autoencoder = {"vocab_size": tokenizer.vocab_size, "latent_size": 4, "hidden_size": 8, "intermediate_size": 8}
     for chunk_size in (1, 2, 3, 4):
         torch.manual_seed(chunk_size)
         config = CalmConfig(
-            {**BACKBONE, "initializer_range": 0.5}, {**inner, "chunk_size": chunk_size, "initializer_range": 0.5}
+            {**BACKBONE, "initializer_range": 0.5}, {**autoencoder, "chunk_size": chunk_size, "initializer_range": 0.5}
         )
         model = CalmForCausalLM(config)
-        torch.nn.init.normal_(model.head.latent.weight)  # training begins at 0: a model that always says the same
+        torch.nn.init.normal_(model.head.latent.weight)  # it is initialised to 0: the samples would not differ
         model.save_pretrained(directory / f"calm-{chunk_size}")
-    model.autoencoder.save_pretrained(directory / "autoencoder")
+    save_model(model.autoencoder, directory / "autoencoder")
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=tokenizer.vocab_size, **{**BACKBONE, "max_position_embeddings": 128})
     LlamaForCausalLM(config).save_pretrained(directory / "softmax")

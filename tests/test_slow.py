@@ -1,4 +1,4 @@
-"""Minutes long: what the documentation claims of whole recipes. Run with `make slow`."""
+"""Claims of the documentation about whole recipes, several minutes each. Run with `make slow`."""
 
 import gzip
 import json
@@ -27,7 +27,7 @@ def run(calm, folder):
     return succeed
 
 
-def test_laptop_autoencoder_reconstructs_999_of_1000_tokens_under_its_own_noise(run):
+def test_laptop_autoencoder_reconstructs_999_of_1000_tokens_from_posterior_samples(run):
     run("prepare", "embedded", *EMBEDDED, "--resume")
     run("train", "laptop-autoencoder", "--output", "runs/laptop")
     found = run("evaluate", "runs/laptop/model", "--data", "data/embedded")
@@ -36,22 +36,22 @@ def test_laptop_autoencoder_reconstructs_999_of_1000_tokens_under_its_own_noise(
     assert found["collapsed_dimensions"] == 0
 
 
-def test_without_the_floor_dimensions_collapse(run):
-    """Table 2's effect: KL without its floor, and without dropout, lets dimensions die; the floor prevents it."""
+def test_dimensions_collapse_without_the_kl_floor(run):
+    """As in Table 2: without dropout and without a floor of the KL, dimensions collapse; the floor prevents it."""
     run("prepare", "embedded", *EMBEDDED, "--resume")
     collapsed = {}
     for floor in (0.0, 0.5):
         settings = ["latent_size=128", "token_dropout=0", "latent_dropout=0", f"kl_floor={floor}"]
-        more = [word for setting in settings for word in ("--set", f"autoencoder.{setting}")]
+        overrides = [part for setting in settings for part in ("--set", f"autoencoder.{setting}")]
         output = f"runs/floor-{floor}"
-        run("train", "laptop-autoencoder", "--output", output, "--set", "train.steps=1000", *more)
+        run("train", "laptop-autoencoder", "--output", output, "--set", "train.steps=1000", *overrides)
         found = run("evaluate", f"{output}/model", "--data", "data/embedded")
         collapsed[floor] = found["collapsed_dimensions"]
     assert collapsed[0.0] > 10
     assert collapsed[0.5] == 0
 
 
-def test_compiled_training_computes_the_same(run, folder):
+def test_compiled_training_has_the_same_loss(run, folder):
     run("prepare", "embedded", *EMBEDDED, "--resume")
     losses = {}
     for compiled in (False, True):
@@ -63,7 +63,7 @@ def test_compiled_training_computes_the_same(run, folder):
     assert losses[True] == pytest.approx(losses[False], rel=1e-3)
 
 
-def test_wikipedia_comes_back_letter_for_letter(run, shared, folder):
+def test_wikipedia_round_trips(run, shared, folder):
     source = shared / "data" / "enwik8.valid.jsonl.gz"
     run("prepare", source, "--tokenizer", "bpe:8192", "--validation-share", 0, "--output", "data/valid")
     data = PreparedData(folder / "data" / "valid")
@@ -75,10 +75,10 @@ def test_wikipedia_comes_back_letter_for_letter(run, shared, folder):
     assert number + 1 == len(stream.document_lengths)
 
 
-def test_the_paper_at_toy_scale(calm, folder):
-    """Every experiment from nothing, and again, when nothing is left to do."""
-    for most_seconds in (1800, 60):
-        done = calm("reproduce", "all", "--scale", "toy", "--json", cwd=folder, timeout=most_seconds)
+def test_all_experiments_at_toy_scale(calm, folder):
+    """All experiments, and a second run with nothing left to do."""
+    for timeout in (1800, 60):
+        done = calm("reproduce", "all", "--scale", "toy", "--json", cwd=folder, timeout=timeout)
         assert done.returncode == 0, done.stderr[-2000:]
         assert len(json.loads(done.stdout)) == 15
     made = folder / "reproduction" / "toy"

@@ -9,21 +9,21 @@ from typing import Any
 
 from calm import _auto
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0.dev0"
 
 _NAMES = {
-    "CalmConfig": "calm.models.configuration",
-    "CalmForCausalLM": "calm.models.calm",
-    "ChunkAutoencoder": "calm.models.autoencoder",
-    "ChunkAutoencoderConfig": "calm.models.configuration",
-    "Posterior": "calm.models.posterior",
+    "CalmConfig": "calm.hf",
+    "CalmForCausalLM": "calm.hf",
+    "ChunkAutoencoder": "calm.hf",
+    "ChunkAutoencoderConfig": "calm.hf",
+    "Posterior": "calm.autoencoder",
     "PreparedData": "calm.data.shards",
     "PrepareOptions": "calm.data.workers",
     "prepare": "calm.data.prepare",
 }
 
 
-_MODULES = ("scores", "heads", "models", "sampling", "evaluate")
+_MODULES = ("scores", "heads", "generate", "evaluate")
 
 
 def __getattr__(name: str) -> Any:
@@ -39,9 +39,9 @@ def __dir__() -> list[str]:
     return sorted(["__version__", *_NAMES, *_MODULES])
 
 
-_auto.register_when_imported(
+_auto.call_when_imported(
     {
-        "transformers.models.auto.configuration_auto": "calm.models.configuration",
-        "transformers.models.auto.modeling_auto": "calm.models.calm",
+        "transformers.models.auto.configuration_auto": "calm.hf:register_configs",
+        "transformers.models.auto.modeling_auto": "calm.hf:register_models",
     }
 )

@@ -12,7 +12,6 @@ import typer
 from typer.exceptions import TyperException
 
 from calm import __version__
-from calm.allocator import keep_memory
 from calm.errors import INTERRUPTED, CalmWarning, UserError
 
 app = typer.Typer(
@@ -253,11 +252,11 @@ def evaluate(
 
     Distributed evaluation of language models: torchrun --nproc-per-node=N -m calm evaluate MODEL --data DIR
     """
+    from calm.autoencoder import AutoencoderConfig
+    from calm.checkpoint import model_type, resolve_model_dir
     from calm.commands import evaluate as command
-    from calm.models.configuration import ChunkAutoencoderConfig
-    from calm.models.directories import located, model_type
 
-    models = [located(model) for model in models]
+    models = [resolve_model_dir(model) for model in models]
     if output is not None and output.exists() and not output.is_dir():
         raise UserError(f"--output should name a directory, but {output} is a file")
     if limit is not None and not harness:
@@ -266,7 +265,7 @@ def evaluate(
         command.run_harness(models, harness, limit, batch_size, seed, likelihood_bound, output, as_json)
     elif data is None:
         raise UserError("--data is missing; give a directory made by 'calm prepare', or a text file")
-    elif len(models) == 1 and model_type(models[0]) == ChunkAutoencoderConfig.model_type:
+    elif len(models) == 1 and model_type(models[0]) == AutoencoderConfig.model_type:
         command.evaluate_autoencoder(models[0], data, split, batch_size, output, as_json)
     else:
         from calm.evaluate.language_models import Options
@@ -346,13 +345,13 @@ def generate(
 ) -> None:
     """Generate text from a prompt and stream it to stdout. Everything else goes to stderr."""
     gc.disable()  # garbage collection takes a tenth of the time to import torch, and frees nothing
-    from calm.sampling.next_chunk import Sampling
+    from calm.generate.sampler import SamplingParams
 
     gc.enable()
     if show_chunks and as_json:
         raise UserError("--show-chunks and --json are mutually exclusive; give one of them")
     method_name = None if method is None else method.value
-    sampling = Sampling(temperature, num_candidates, method_name, tolerance, refill, top_k, top_p, min_p)
+    sampling = SamplingParams(temperature, num_candidates, method_name, tolerance, refill, top_k, top_p, min_p)
     from calm.commands import generate as command
 
     request = command.Request(prompt, max_new_tokens, stop or [], num_samples, seed)
@@ -553,13 +552,13 @@ def import_official(
 ) -> None:
     """Convert a checkpoint from the format of the paper's authors. Missing or unexpected weights are an error."""
     from calm import console
-    from calm.models.official import import_official as run
+    from calm.official import import_official as run
 
     imported = run(model, output, autoencoder)
     summary = {
         "model": str(output),
         "type": imported.config.model_type,
-        "parameters": imported.num_parameters(),
+        "parameters": sum(p.numel() for p in imported.parameters()),
         "tokenizer": (output / "tokenizer.json").exists(),
     }
     if not summary["tokenizer"]:
@@ -584,7 +583,6 @@ def main() -> None:
     """Run a command. A user error is printed as one line and exits with code 2."""
     warnings.showwarning = _show_warning
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # console.py has its own progress bars
-    keep_memory()
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:

@@ -7,8 +7,11 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from calm.autoencoder import AutoencoderSettings
 from calm.errors import ConfigError, did_you_mean
 from calm.files import write_atomic
+from calm.heads import HEADS
+from calm.model import head_fields
 
 Share = Annotated[float, Field(ge=0, le=1)]
 CONFIG_FILE = "config.yaml"
@@ -20,96 +23,97 @@ class Section(BaseModel):
 
 class DataSet(Section):
     path: Path = Field(description="a directory made by calm prepare")
-    weight: float = Field(1.0, gt=0, description="its share of the rows, relative to the other sets")
+    weight: float = Field(1.0, gt=0, description="share of the rows, relative to the other sets")
 
 
 class Data(Section):
-    """What is read, and how it is cut."""
+    """Which data is read, and how it is cut into rows."""
 
     sets: list[DataSet] = Field(min_length=1, description="prepared sets; several are mixed by weight")
-    chunk_size: int = Field(4, ge=1, description="K, the tokens that one vector stands for")
-    sequence_length: int = Field(512, ge=1, description="tokens that a row predicts; a multiple of chunk_size")
-    batch_size: int = Field(32, ge=1, description="rows of a step, over all processes")
+    chunk_size: int = Field(4, ge=1, description="K, tokens per chunk")
+    sequence_length: int = Field(512, ge=1, description="predicted tokens per row; a multiple of chunk_size")
+    batch_size: int = Field(32, ge=1, description="rows per step, over all processes")
     align_documents: bool = Field(False, description="pad documents to whole chunks instead of packing them")
-    front_fill: Share = Field(1.0, description="share of rows that begin with 0 to K-1 fill ids")
+    front_padding: Share = Field(1.0, description="share of rows that start with 0 to K-1 padding tokens")
     verify: bool = Field(True, description="compare the shards' checksums when opening them")
 
     @model_validator(mode="after")
     def _whole_chunks(self) -> "Data":
         if self.sequence_length % self.chunk_size:
             raise ValueError(
-                f"sequence_length must be a multiple of chunk_size, but {self.sequence_length} is none of "
+                f"sequence_length must be a multiple of chunk_size, but {self.sequence_length} is not a multiple of "
                 f"{self.chunk_size}"
             )
         return self
 
 
-class Autoencoder(Section):
+class Autoencoder(AutoencoderSettings):
     """The autoencoder of §2; the defaults are the paper's for K = 4."""
 
-    latent_size: int = Field(128, ge=1, description="Z; the paper takes 32·K")
-    hidden_size: int = Field(512, ge=1)
-    intermediate_size: int = Field(1280, ge=1)
-    num_encoder_layers: int = Field(2, ge=0, multiple_of=2, description="half before the squeeze, half after")
-    num_decoder_layers: int = Field(2, ge=0, multiple_of=2, description="half before the expansion, half after")
-    variational: bool = Field(True, description="false: reconstruction only, no noise and no KL")
-    kl_weight: float = Field(1e-3, ge=0)
-    kl_floor: float = Field(0.5, ge=0, description="nats below which a dimension's KL is not pressed; 0: no floor")
-    token_dropout: float = Field(0.15, ge=0, lt=1, description="share of tokens replaced by the mask id")
-    latent_dropout: float = Field(0.15, ge=0, lt=1, description="share of latent dimensions set to 0")
     vocabulary_sample: int | None = Field(
         None,
         ge=0,
-        description="the training loss runs over the batch's words and this many random ones; null: over all",
+        description="estimate the training loss from the batch's tokens and this many random ones; null: use all",
     )
 
 
 class LanguageModel(Section):
-    """The continuous language model of §3; of a Transformer only the backbone counts."""
+    """The language model of §3, and the fields of its head; a Transformer uses only `start` and `backbone`."""
 
-    autoencoder: Path | None = Field(None, description="the directory of a trained autoencoder")
-    start: Path | None = Field(None, description="a language model's directory to continue from, as it is")
+    model_config = ConfigDict(
+        extra="allow", frozen=True, validate_default=True
+    )  # extra: the head's fields, checked below
+
+    autoencoder: Path | None = Field(None, description="directory of a trained autoencoder")
+    start: Path | None = Field(None, description="directory of a language model to continue from, as it is")
     backbone: Path | dict[str, Any] = Field(
         {}, description="fields of a transformers config (model_type: llama by default), or a pretrained directory"
     )
     model_input: Literal["discrete", "continuous", "both"] = Field("discrete", description="Table 5 of the paper")
-    words_from_autoencoder: bool = Field(False, description="the token embedding begins as the autoencoder's")
-    head: Literal["energy", "flow", "mean-flow", "diffusion", "chain"] = "energy"
+    init_embedding_from_autoencoder: bool = Field(False, description="start the token embedding from the autoencoder's")
+    head: str = Field("energy", description="one of calm.heads.HEADS")
     num_head_layers: int | None = Field(None, ge=1, description="blocks; null: a quarter of the backbone's layers")
-    num_model_samples: int = Field(8, ge=1, description="N, samples or repeats of a position in training")
-    num_target_samples: int | None = Field(None, ge=1, description="M of the energy loss; null: closed form")
-    alpha: float = Field(1.0, description="exponent of the energy score, in (0, 2]")
-    noise_size: int = Field(64, ge=1, description="of the energy head")
-    sampler: Literal["euler", "midpoint"] = Field("midpoint", description="of the flow head")
-    num_sampling_steps: int | None = Field(None, ge=1, description="of the flow and the diffusion head")
-    own_words: bool = Field(
-        False, description="of the chain head: words of its own, which begin as the autoencoder's and go on learning"
-    )
     vocabulary_sample: int | None = Field(
         None,
         ge=1,
-        description="of the chain head: sums over words run over the batch's and this many random ones, which "
-        "stand for the rest; null: over all",
+        description="for heads with token probabilities: estimate the training loss from the batch's tokens and this "
+        "many random ones, which stand for the rest; null: use all",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _head_fields(cls, values: Any) -> Any:
+        """Fields of the chosen head get their defaults; fields of other heads are dropped, unknown ones refused."""
+        if not isinstance(values, dict):
+            return values
+        head = values.get("head", "energy")
+        if head not in list(HEADS):  # a list, since a value that a user wrote may not be hashable
+            raise ValueError(f"head must be one of {', '.join(HEADS)}, not {head!r}{did_you_mean(head, HEADS)}")
+        own = {name: value for name, value in values.items() if name in cls.model_fields}
+        try:
+            chosen, unknown = head_fields(head, {n: v for n, v in values.items() if n not in own})
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        for name in unknown:
+            known = [*cls.model_fields, *chosen]
+            raise ValueError(f"unknown key {name}{did_you_mean(name, known)}")
+        return own | chosen
+
+    @property
+    def head_settings(self) -> dict[str, Any]:
+        """The fields of the head."""
+        return dict(self.model_extra or {})
+
     @model_validator(mode="after")
-    def _sensible(self) -> "LanguageModel":
-        if self.head == "energy" and self.num_model_samples < 2:
-            raise ValueError(
-                "the energy loss compares samples with each other: num_model_samples must be at least 2, not "
-                f"{self.num_model_samples}"
-            )
-        if not 0 < self.alpha <= 2:
-            raise ValueError(
-                f"alpha must lie in (0, 2]: the energy score is no proper scoring rule for alpha = {self.alpha}"
-            )
-        default = LanguageModel.model_construct()
-        other = {name for name in self.model_fields_set if getattr(self, name) != getattr(default, name)} - {
-            "start",
-            "vocabulary_sample",  # of the training, not of the model
-        }
-        if self.start is not None and other:
-            raise ValueError(f"start takes the model as it is, so {', '.join(sorted(other))} cannot be set beside it")
+    def _start_stands_alone(self) -> "LanguageModel":
+        if self.start is not None:
+            default = LanguageModel(head=self.head)  # pyright: ignore[reportCallIssue]
+            of_the_model = {*LanguageModel.model_fields, *self.head_settings} - {"start", "vocabulary_sample"}
+            changed = [n for n in of_the_model if getattr(self, n) != getattr(default, n)]
+            if self.head != LanguageModel.model_fields["head"].default:
+                changed.append("head")
+            if changed:
+                raise ValueError(f"start uses the model as it is, so {', '.join(sorted(changed))} cannot be set")
         return self
 
 
@@ -118,26 +122,28 @@ class Optimizer(Section):
 
     learning_rate: float = Field(3e-4, gt=0)
     warmup_steps: int = Field(2000, ge=0)
-    schedule: Literal["constant", "cosine", "linear"] = Field("constant", description="after the warm-up")
+    schedule: Literal["constant", "cosine", "linear"] = Field("constant", description="learning rate after the warm-up")
     betas: tuple[Share, Share] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0, description="of matrices")
-    gradient_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    weight_decay: float = Field(0.1, ge=0, description="for matrices only")
+    gradient_clip: float = Field(1.0, gt=0, description="maximum norm of the gradient")
 
 
 class Train(Section):
     """The loop."""
 
     steps: int = Field(ge=1)
-    accumulation: int = Field(1, ge=1, description="parts in which a process computes its share of a batch")
+    accumulation: int = Field(1, ge=1, description="micro-batches per step and process")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="of the computation; weights stay in fp32")
     compile: bool = Field(False, description="torch.compile; needs a C++ compiler on CPU")
-    gradient_checkpointing: bool = Field(False, description="of the backbone: less memory, more time")
+    gradient_checkpointing: bool = Field(
+        False, description="recompute the backbone's activations: less memory, more time"
+    )
     log_every: int = Field(10, ge=1)
     evaluate_every: int = Field(500, ge=1)
     evaluation_batches: int = Field(50, ge=1)
     checkpoint_every: int = Field(500, ge=1)
-    keep_checkpoints: int = Field(2, ge=1, description="the last so many, and the best")
+    keep_checkpoints: int = Field(2, ge=1, description="how many of the latest to keep, besides the best")
     tensorboard: bool = True
     wandb: bool = False
 
@@ -183,6 +189,14 @@ def load_config(recipe: str, overrides: list[str] | None = None) -> RunConfig:
 
 def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def changed_values(config: RunConfig) -> dict[str, Any]:
+    """The fields that differ from their defaults, as JSON values."""
+    values = config.model_dump(mode="json", exclude_defaults=True)
+    default = LanguageModel(head=config.language_model.head).head_settings  # pyright: ignore[reportCallIssue]
+    model = {n: v for n, v in values.get("language_model", {}).items() if n not in default or v != default[n]}
+    return {name: value for name, value in {**values, "language_model": model}.items() if value != {}}
 
 
 def save_config(config: RunConfig, directory: Path) -> None:

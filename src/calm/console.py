@@ -15,8 +15,8 @@ from rich.text import Text
 if TYPE_CHECKING:
     from calm.data.prepare import Report
     from calm.data.tokenizer import Tokenizer
+    from calm.generate.text import TextDelta
     from calm.paper.cost import Cost
-    from calm.sampling.text import Piece
     from calm.train.loop import Report as StepReport
 
 stderr = Console(stderr=True, highlight=False)
@@ -257,51 +257,51 @@ def coloured_chunks(tokenizer: "Tokenizer", ids: list[int], chunk_size: int) -> 
     return text
 
 
-def show_texts(pieces: Iterable["Piece"], count: int, chunks: bool) -> None:
+def show_texts(deltas: Iterable["TextDelta"], count: int, chunks: bool) -> None:
     """Stream a single text; print several texts one after another once all are complete or on an interrupt."""
     if count == 1:
-        for number, piece in enumerate(pieces):
-            _print_piece(piece, number, chunks)
+        for number, delta in enumerate(deltas):
+            _print_delta(delta, number, chunks)
         print()
         return
-    texts: list[list[Piece]] = [[] for _ in range(count)]
+    texts: list[list[TextDelta]] = [[] for _ in range(count)]
     try:
-        for piece in pieces:
-            texts[piece.number].append(piece)
+        for delta in deltas:
+            texts[delta.index].append(delta)
     finally:
         for number, text in enumerate(texts, start=1):
             stdout.rule(f"{number} of {count}")
-            for step, piece in enumerate(text):
-                _print_piece(piece, step, chunks)
+            for step, delta in enumerate(text):
+                _print_delta(delta, step, chunks)
             print()
 
 
-def _print_piece(piece: "Piece", number: int, chunks: bool) -> None:
+def _print_delta(delta: "TextDelta", number: int, chunks: bool) -> None:
     if chunks:
-        stdout.print(_colored_piece(piece, number), end="", soft_wrap=True)
+        stdout.print(_colored_delta(delta, number), end="", soft_wrap=True)
     else:
-        stdout.file.write(piece.text)  # not by rich, which changes tabs and control characters
+        stdout.file.write(delta.text)  # not by rich, which changes tabs and control characters
     stdout.file.flush()
 
 
-def _colored_piece(piece: "Piece", number: int) -> Text:
-    text = Text(piece.text.replace("\n", "↵"), style=CHUNK_COLOURS[number % len(CHUNK_COLOURS)])
-    if piece.agreement is not None:
+def _colored_delta(delta: "TextDelta", number: int) -> Text:
+    text = Text(delta.text.replace("\n", "↵"), style=CHUNK_COLOURS[number % len(CHUNK_COLOURS)])
+    if delta.agreement is not None:
         text.append(
-            f"{piece.agreement:.{0 if piece.agreement >= 0.1 else 1}%}", style="not bold dim default on default"
+            f"{delta.agreement:.{0 if delta.agreement >= 0.1 else 1}%}", style="not bold dim default on default"
         )
     return text if stdout.is_terminal else text.append("┃")
 
 
-def collected_texts(pieces: Iterable["Piece"], count: int) -> dict[str, Any]:
+def collected_texts(deltas: Iterable["TextDelta"], count: int) -> dict[str, Any]:
     """Generate all texts and return them with their token counts and agreements, for JSON output."""
     texts = [{"text": "", "tokens": 0, "agreement": []} for _ in range(count)]
-    for piece in pieces:
-        text = texts[piece.number]
-        text["text"] += piece.text
-        text["tokens"] += len(piece.ids)
-        if piece.ids and piece.agreement is not None:
-            text["agreement"].append(round(piece.agreement, 4))
+    for delta in deltas:
+        text = texts[delta.index]
+        text["text"] += delta.text
+        text["tokens"] += len(delta.token_ids)
+        if delta.token_ids and delta.agreement is not None:
+            text["agreement"].append(round(delta.agreement, 4))
     return {"texts": texts}
 
 
@@ -340,7 +340,7 @@ def show_samples(samples: list[dict[str, Any]]) -> None:
     for sample in samples:
         text = Text(f"T = {sample['temperature']:g}  ", style="dim")
         text.append(sample["prompt"].replace("\n", "↵"), style="not dim bold")
-        for number, piece in enumerate(sample["calm"]):
-            text.append(piece.replace("\n", "↵"), style=f"not dim {CHUNK_COLOURS[number % len(CHUNK_COLOURS)]}")
+        for number, delta in enumerate(sample["calm"]):
+            text.append(delta.replace("\n", "↵"), style=f"not dim {CHUNK_COLOURS[number % len(CHUNK_COLOURS)]}")
             text.append("" if stdout.is_terminal else "┃")
         stdout.print(text, soft_wrap=True)

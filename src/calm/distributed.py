@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from calm.allocator import keep_memory
-
 
 @dataclass(frozen=True)
 class World:
@@ -71,7 +69,6 @@ def process_group() -> Iterator[World]:
     if _current:
         yield _current[0]
         return
-    keep_memory()
     cuda = torch.cuda.is_available()
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")

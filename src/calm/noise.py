@@ -1,7 +1,7 @@
-"""Randomness that belongs to the data: every row of a batch draws from a generator of its own.
+"""Random numbers per row: every row of a batch has its own generator.
 
-A row is seeded by (seed, its number since the beginning of training), so whichever process holds it, in whatever
-batch, it meets the same noise, the same dropout and the same samples.
+A row is seeded by (seed, its number since the start of training), so its noise, dropout, and samples do not depend on
+the process or the batch that it is in.
 """
 
 import torch
@@ -9,33 +9,33 @@ from torch import Tensor
 
 
 def pick(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Outcomes with probability proportional to weights (A, V), by where uniform numbers (A, C) fall: (A, C)."""
-    cumulated = weights.cumsum(-1)
-    place = torch.searchsorted(cumulated, uniform.to(weights.dtype) * cumulated[:, -1:], right=True)
-    last = weights.shape[-1] - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(-1, keepdim=True)  # that can come out
+    """Sample indices with probability proportional to weights (A, V), by uniform numbers (A, C): (A, C)."""
+    cumulative = weights.cumsum(-1)
+    place = torch.searchsorted(cumulative, uniform.to(weights.dtype) * cumulative[:, -1:], right=True)
+    last = weights.shape[-1] - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(-1, keepdim=True)  # with a weight
     return place.minimum(last)
 
 
 class RowNoise:
-    """One generator a row; what is drawn has the rows as its first dimension."""
+    """One generator per row; the first dimension of all draws is the row."""
 
     def __init__(self, seeds: list[int], device: torch.device | str = "cpu"):
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
     @classmethod
     def fresh(cls, rows: int, device: torch.device | str = "cpu") -> "RowNoise":
-        """Rows seeded from torch's global generator, for use outside of the training loop."""
+        """Rows seeded from torch's global generator, for use outside the training loop."""
         return cls(torch.randint(2**62, (rows,)).tolist(), device)
 
     def rows(self, places: list[int]) -> "RowNoise":
-        """Some of the rows, which go on where they are."""
+        """Some of the rows; they share their generators' state."""
         chosen = RowNoise([])
         chosen.generators = [self.generators[place] for place in places]
         return chosen
 
     @classmethod
-    def together(cls, parts: "list[RowNoise]") -> "RowNoise":
-        """The rows of several."""
+    def concat(cls, parts: "list[RowNoise]") -> "RowNoise":
+        """The rows of several sources."""
         joined = cls([])
         joined.generators = [generator for part in parts for generator in part.generators]
         return joined
@@ -47,12 +47,12 @@ class RowNoise:
         return self.draw(torch.rand, shape)
 
     def draw(self, function, shape: tuple[int, ...]) -> Tensor:
-        """What torch.randn or torch.rand give for each row, in fp32: bf16 has too few numbers to draw from."""
+        """Draws of torch.randn or torch.rand for each row (B, *shape), in fp32: bf16 has too few values."""
         return torch.stack([function(shape, generator=g, device=g.device) for g in self.generators])  # (B, *shape)
 
 
 class ScaledNoise(RowNoise):
-    """Noise drawn nearer to its middle, by a factor: 0 for normal, a half for uniform numbers."""
+    """Noise scaled towards its mean: 0 for normal, 0.5 for uniform numbers."""
 
     def __init__(self, noise: RowNoise, scale: float):
         self.generators, self.scale = noise.generators, scale
@@ -65,11 +65,11 @@ class ScaledNoise(RowNoise):
         return middle + self.scale * (super().draw(function, shape) - middle)
 
 
-Source = torch.Generator | RowNoise | None  # who is asked for noise; None is torch's global generator
+Source = torch.Generator | RowNoise | None  # None: torch's global generator
 
 
 def draw_normal(source: Source, like: Tensor, count: int, size: int) -> Tensor:
-    """Standard normal noise, in fp32, for `count` samples at each position of `like` (..., any): (count, ..., size)."""
+    """Standard normal noise in fp32, `count` samples at each position of `like` (..., any): (count, ..., size)."""
     return _draw(torch.randn, source, like, count, size)
 
 

@@ -4,14 +4,14 @@ import json
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from calm import products as calm_products
 from calm.bench import generation, scaling, training
 from calm.bench.clock import ratios, row, take_turns
 from calm.bench.machine import Machine
-from calm.bench.matmuls import Products
+from calm.bench.matmuls import ONEDNN, Products
 from calm.bench.models import RECIPES, SIZES, Training, config_of, model_of
+from calm.cpu import onednn
 
 TINY = (
     *("data.batch_size=2", "data.sequence_length=16", "language_model.backbone.hidden_size=16"),
@@ -46,10 +46,22 @@ def test_recorded_matmuls():
     products.run()
 
 
+@pytest.fixture(params=[True, False], ids=["onednn", "torch"])
+def uses_onednn(request, monkeypatch) -> bool:
+    """Whether training uses oneDNN; it is forced on CPUs without AVX-512, too."""
+    operator = onednn.product()
+    if request.param and operator is None:
+        if not torch.backends.mkldnn.is_available():
+            pytest.skip("torch was built without oneDNN")
+        operator = torch.ops.mkldnn._linear_pointwise
+        if operator not in flop_registry:
+            register_flop_formula(operator)(onednn._flops)
+    monkeypatch.setattr(onednn, "product", lambda: operator if request.param else None)
+    return request.param
+
+
 @pytest.mark.parametrize("recipe", ["laptop-calm", "quickstart-calm", "laptop-transformer", "laptop-autoencoder"])
-@pytest.mark.parametrize("wide", [True, False])
-def test_flops_of_a_step_match_the_flop_counter(monkeypatch, recipe, wide):
-    monkeypatch.setattr(calm_products, "WIDE", wide)
+def test_flops_of_a_step_match_the_flop_counter(recipe, uses_onednn):
     step = Training(config_of(recipe, "laptop", *TINY), 64)
     step.step()
     products = Products(step.forward_backward)
@@ -57,6 +69,7 @@ def test_flops_of_a_step_match_the_flop_counter(monkeypatch, recipe, wide):
         step.forward_backward()
     counted = sum(flops for name, flops in counter.get_flop_counts()["Global"].items() if "scaled_dot" not in str(name))
     assert products.flops == counted
+    assert any(operator.name() == ONEDNN for operator, _ in products.calls) == uses_onednn
     for run in (products.run, products.run_own):  # same FLOPs with both kernels
         with FlopCounterMode(display=False) as counter:
             run()
@@ -67,10 +80,10 @@ def test_training_step_reduces_the_loss():
     step = Training(config_of("quickstart-calm", "laptop", *TINY), 64)
     for group in step.optimizer.param_groups:
         group["lr"] = 1e-2
-    before = step.model(**step.inputs).loss.item()
+    before = step.loss().item()
     for _ in range(20):
         step.step()
-    assert step.model(**step.inputs).loss.item() < before
+    assert step.loss().item() < before
 
 
 def test_training_rows(monkeypatch):

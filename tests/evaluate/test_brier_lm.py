@@ -1,4 +1,4 @@
-"""Scores with error bars: sums of documents, bootstraps, comparisons, and what cannot be said."""
+"""BrierLM with error bars: per-document sums, bootstrap intervals, paired comparisons, and undefined scores."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,8 @@ import torch
 
 from calm.errors import ConfigError, DataError
 from calm.evaluate.brier_lm import BrierLM, Score
+from calm.evaluate.documents import Document, windows_of
 from calm.evaluate.evaluation import evaluate_documents, evaluate_sampler
-from calm.evaluate.windows import Document, windows_of
 
 
 def filled(accuracy, collision, documents=50, positions=20, seed=0) -> BrierLM:
@@ -23,7 +23,7 @@ def filled(accuracy, collision, documents=50, positions=20, seed=0) -> BrierLM:
 MEANS = [0.5, 0.3, 0.2, 0.1], [0.4, 0.2, 0.1, 0.05]
 
 
-def test_values_and_the_order_of_adding():
+def test_scores_do_not_depend_on_the_order_of_adding():
     whole = filled(*MEANS)
     parts = [BrierLM(), BrierLM()]
     for number, total in whole.sums.items():
@@ -40,34 +40,36 @@ def test_values_and_the_order_of_adding():
     assert scores["accuracy"].value == pytest.approx(np.prod(accuracies) ** 0.25)
 
 
-def test_standard_errors_and_intervals_are_those_of_repeated_experiments():
-    repeated = [filled(*MEANS, seed=seed).compute(redraws=300) for seed in range(60)]
+def test_standard_errors_and_intervals_match_repeated_experiments():
+    repeated = [filled(*MEANS, seed=seed).compute(resamples=300) for seed in range(60)]
     for name in ("brier_1", "brier_lm", "collision_2"):
         values = np.array([scores[name].value for scores in repeated])
         errors = np.array([scores[name].standard_error for scores in repeated])
-        assert errors.mean() == pytest.approx(values.std(), rel=0.3)  # 60 repeats: the spread is known to 9%
+        assert errors.mean() == pytest.approx(
+            values.std(), rel=0.3
+        )  # 60 repeats: their standard deviation is known to 9%
     truth = 200 * 0.5 - 100 * 0.4
     covered = [scores["brier_1"].low < truth < scores["brier_1"].high for scores in repeated]
     assert np.mean(covered) > 0.85
 
 
-def test_a_paired_comparison_is_sharper():
+def test_paired_comparison_has_a_smaller_error():
     one, other = filled(*MEANS, seed=1), filled(*MEANS, seed=1)
     for total in other.sums.values():
-        total[1] += 0.4  # a little more often right, everywhere
+        total[1] += 0.4  # slightly more accurate in every document
     difference = other.compare(one)["brier_1"]
     assert difference.value == pytest.approx(2 * 100 * 0.4 / 20)
     assert difference.standard_error < 1e-9
     assert one.compute()["brier_1"].standard_error > 1
     with pytest.raises(DataError, match="the same positions"):
         one.compare(filled(*MEANS, documents=49))
-    other.sums[0][0] += 1  # as many positions in all, elsewhere
+    other.sums[0][0] += 1  # the same total number of positions, distributed differently
     other.sums[1][0] -= 1
     with pytest.raises(DataError, match="the same positions"):
         one.compare(other)
 
 
-def test_what_has_no_meaning_is_none_and_not_zero():
+def test_undefined_scores_are_none():
     scores = filled([0.1, 0.01, 0.0, 0.0], [0.3, 0.1, 0.05, 0.01]).compute()
     assert scores["brier_lm"] == Score(None, None, None, None)
     assert scores["brier_2"].value < 0
@@ -75,32 +77,32 @@ def test_what_has_no_meaning_is_none_and_not_zero():
         BrierLM().compute()
 
 
-def test_redrawn_samples_without_meaning_are_not_zeros():
-    """Half of the documents never hit four tokens: many redraws have a Brier-4 below 0."""
+def test_undefined_bootstrap_samples_are_not_zeros():
+    """Only one document ever predicts four tokens correctly: in many resamples Brier-4 is negative."""
     found = filled([0.9, 0.9, 0.9, 0.0], [0.1, 0.1, 0.1, 0.02], documents=4, seed=2)
-    found.sums[0][4] = 1.2  # the accuracy of four tokens in one document carries all
+    found.sums[0][4] = 1.2  # all of the accuracy of four tokens is in one document
     score = found.compute()["brier_lm"]
     assert score.value > 0
     assert score.low is None
     assert score.high > score.value
 
 
-def test_one_document_has_no_errors():
+def test_one_document_has_no_error_bars():
     found = filled(*MEANS, documents=1)
     score = found.compute()["brier_1"]
     assert score.value is not None
     assert (score.standard_error, score.low, score.high) == (None, None, None)
-    assert "one document only" in found.warnings()[0]
+    assert "only one document" in found.warnings()[0]
 
 
-def test_a_deterministic_sampler_is_noticed():
+def test_deterministic_sampler_gives_a_warning():
     documents = [list(range(20))] * 3
     found = evaluate_sampler(lambda prefixes, n: torch.ones(len(prefixes), n, 4, dtype=torch.long), documents)
     assert "has no distribution to score" in found.warnings()[0]
     assert not filled(*MEANS).warnings()
 
 
-def test_any_black_box():
+def test_evaluate_sampler_of_a_fair_coin():
     """A fair coin at every token: P(y) = Σ P(x)² = 2^-n, so Brier-n = 2^-n."""
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(2, (400,), generator=generator).tolist() for _ in range(40)]
@@ -114,9 +116,9 @@ def test_any_black_box():
     for n in range(1, 5):
         score = scores[f"brier_{n}"]
         assert abs(score.value - 100 * 0.5**n) < 4 * score.standard_error
-    with pytest.raises(ConfigError, match="at least 2, not 1"):
+    with pytest.raises(ConfigError, match="at least 2 to measure collisions, not 1"):
         evaluate_sampler(draw, documents, num_samples=1)
-    with pytest.raises(DataError, match=r"whole numbers of shape \(64, 2, 4\), not torch.int64 of \(3,\)"):
+    with pytest.raises(DataError, match=r"integers of shape \(64, 2, 4\), not torch.int64 of \(3,\)"):
         evaluate_sampler(lambda *_: [1, 2, 3], documents)
     with pytest.raises(DataError, match=r"not torch.float32"):
         evaluate_sampler(lambda prefixes, n: torch.full((len(prefixes), n, 4), torch.nan), documents)
@@ -130,39 +132,38 @@ def test_every_start_is_in_exactly_one_window():
     for size in (3, 7, 8, 9, 20, 61, 64, 68, 69):
         tokens = np.arange(100, 100 + size)
         starts = []
-        for window in windows_of([Document(0, tokens)], length=16, least=2):
+        for window in windows_of([Document(0, tokens)], length=16, min_tokens=2):
             offset = int(window.tokens[0]) - 100
             starts += [offset + s for s in range(4, 17, 4) if s + 4 <= len(window.tokens)]
         assert starts == [s for s in range(4, size, 4) if s + 4 <= size]
 
 
-class Watching:
-    """An estimator that notes where it was asked, and knows the text."""
+class TokenEstimator:
+    """Returns the token at each start as its accuracy."""
 
     length = 16
 
     def __init__(self, chunk_size):
-        self.chunk_size, self.rows = chunk_size, []
+        self.chunk_size = chunk_size
 
     def estimate(self, tokens, noise):
-        self.rows += tokens.tolist()
         starts = range(self.chunk_size, self.length + 1, self.chunk_size)
         values = torch.tensor([[[row[s]] * 4 for s in starts] for row in tokens.tolist()]).float()
         return values, torch.zeros_like(values), None
 
 
-@pytest.mark.parametrize(("positions", "expected"), [("shared", 8), ("own", 2), ("every", 1)])
-def test_positions(positions, expected):
+@pytest.mark.parametrize(("positions", "stride"), [("shared", 8), ("own", 2), ("every", 1)])
+def test_positions(positions, stride):
     document = Document(3, np.arange(1000, 1050))
-    estimator = Watching(2)
+    estimator = TokenEstimator(2)
     found = evaluate_documents(estimator, [document], positions=positions, unit=8, pad_token_id=0)
-    starts = list(range(expected, 50 - 3, expected))
+    starts = list(range(stride, 50 - 3, stride))
     assert found.brier.positions == len(starts)
     total = found.brier.sums[3]
     assert total[1] == sum(1000 + s for s in starts)
-    again = evaluate_documents(Watching(2), [document], positions=positions, unit=8, batch_size=1)
+    again = evaluate_documents(TokenEstimator(2), [document], positions=positions, unit=8, batch_size=1)
     ranks = [
-        evaluate_documents(Watching(2), [document], positions=positions, unit=8, rank=r, world_size=3).brier
+        evaluate_documents(TokenEstimator(2), [document], positions=positions, unit=8, rank=r, world_size=3).brier
         for r in range(3)
     ]
     assert again.brier.compute() == found.brier.compute() == BrierLM().merge(ranks).compute()

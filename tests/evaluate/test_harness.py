@@ -1,4 +1,4 @@
-"""lm_eval tasks on our models. The tasks are files of our own, since no test needs a network."""
+"""lm_eval tasks, defined in local files: no test needs a network."""
 
 import json
 
@@ -37,14 +37,14 @@ def task(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["calm-4", "softmax"])
-def test_a_task_runs(models, task, name):
+def test_task_runs(models, task, name):
     from calm.evaluate.harness import run_harness
 
     found = run_harness(models / name, [task("continue")], limit=3, batch_size=2, seed=0)
     assert 0 <= found["tasks"]["continue"]["exact_match,none"] <= 1
 
 
-def test_answers_stop_where_they_should_and_do_not_depend_on_the_batch(models):
+def test_stop_strings_and_independence_of_the_batch(models):
     from lm_eval.api.instance import Instance
 
     from calm.evaluate.harness import HarnessModel
@@ -55,14 +55,14 @@ def test_answers_stop_where_they_should_and_do_not_depend_on_the_batch(models):
         requests = [Instance("generate_until", {}, ("the quick " * n, asked), n) for n in range(5)]
         return model.generate_until(requests)
 
-    free = ask(2, [])
-    assert ask(5, []) == ask(1, []) == free
-    letter = next(letter for text in free for letter in text[1:])
+    unstopped = ask(2, [])
+    assert ask(5, []) == ask(1, []) == unstopped
+    letter = next(letter for text in unstopped for letter in text[1:])
     stopped = ask(2, [letter])
-    assert stopped == [text.split(letter)[0] for text in free]
+    assert stopped == [text.split(letter)[0] for text in unstopped]
 
 
-def test_likelihood_tasks_get_bounds_and_say_so(models, task):
+def test_likelihood_tasks_report_a_bound(models, task):
     from calm.evaluate.harness import run_harness
 
     likelihood = task("likely", output_type="loglikelihood", metric_list=[{"metric": "acc"}], generation_kwargs=None)
@@ -72,24 +72,24 @@ def test_likelihood_tasks_get_bounds_and_say_so(models, task):
     assert run_harness(models / "calm-4", [task("free")], limit=2, batch_size=2, seed=0)["likelihood_bound"] is None
 
 
-def test_bounds_of_texts_and_of_their_pieces(models):
+def test_loglikelihood_and_rolling_loglikelihood(models):
     from lm_eval.api.instance import Instance
 
     from calm.evaluate.harness import HarnessModel
 
     model = HarnessModel(str(models / "calm-4"), num_latents=8)
-    text = "the quick brown fox jumps over lazy dogs " * 12  # more than fits the positions
+    text = "the quick brown fox jumps over lazy dogs " * 12  # exceeds the positions
     (long,) = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
     assert -20 * len(model.tokenizer.encode(text)) < long < 0
     pair, again = model.loglikelihood([Instance("loglikelihood", {}, ("the quick ", "brown fox"), 0)] * 2)
     assert pair[0] < 0
     assert isinstance(pair[1], bool)
-    assert pair != again  # each request has a noise of its own
+    assert pair != again  # each request has its own noise
     with_space = model.loglikelihood([Instance("loglikelihood", {}, ("the quick", " brown fox"), 0)])
     assert with_space == [pair]
 
 
-def test_temperatures_of_tasks():
+def test_temperature_of_tasks():
     from calm.evaluate.harness import _temperature
 
     assert _temperature({"do_sample": True, "temperature": 0.7}) == 0.7
@@ -99,7 +99,7 @@ def test_temperatures_of_tasks():
     assert _temperature({}) == 0.1
 
 
-def test_refusals(models, task):
+def test_unknown_and_broken_tasks(models, task):
     from calm.evaluate.harness import run_harness
 
     with pytest.raises(UserError, match=r"no task 'gsm8kk'; did you mean gsm8k"):

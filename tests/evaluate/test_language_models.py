@@ -1,4 +1,4 @@
-"""`calm evaluate` for language models: what is printed and kept, comparisons, processes, and bad input."""
+"""`calm evaluate` for language models: printed and saved output, comparisons, processes, and invalid input."""
 
 import json
 import math
@@ -11,26 +11,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from calm.checkpoint import load_transformer
 from calm.data.shards import PreparedData
 from calm.data.tokenizer import load_tokenizer, train_bpe
 from calm.distributed import World
 from calm.errors import ConfigError, DataError, UserError
 from calm.evaluate.language_models import Options, evaluate_language_models
-from calm.models.loading import load_softmax
 
-ALONE = World(0, 1, torch.device("cpu"))
+SINGLE = World(0, 1, torch.device("cpu"))
 
 
 def evaluate(models, data, split="train", **options):
-    return evaluate_language_models([*models], data, split, Options(**options), ALONE)
+    return evaluate_language_models([*models], data, split, Options(**options), SINGLE)
 
 
-def test_the_command_line_compares(models, prepared, calm, tmp_path):
+def test_command_compares_models(models, prepared, calm, tmp_path):
     chosen = [models / "calm-4", models / "softmax"]
     shown = calm("evaluate", *chosen, "--data", prepared, "--split", "train", "--output", tmp_path / "out")
     assert shown.returncode == 0, shown.stderr
-    for word in ("BrierLM", "Brier-4", "accuracy", "collision", "bits a byte", "Differences", "multiples of 4"):
-        assert word in shown.stdout, word
+    for part in ("BrierLM", "Brier-4", "accuracy", "collision", "bits per byte", "Differences", "multiples of 4"):
+        assert part in shown.stdout, part
     kept = json.loads((tmp_path / "out" / "scores.json").read_text())
     assert (tmp_path / "out" / "scores.png").read_bytes().startswith(b"\x89PNG")
     printed = calm("evaluate", *chosen, "--data", prepared, "--split", "train", "--json")
@@ -43,7 +43,7 @@ def test_the_command_line_compares(models, prepared, calm, tmp_path):
     assert "cross_entropy" not in one
 
 
-def test_two_processes_find_what_one_finds(models, prepared):
+def test_two_processes_give_the_scores_of_one(models, prepared):
     command = [models / "calm-2", models / "softmax", "--data", prepared, "--split", "train", "--json"]
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "calm"]
     two = subprocess.run([*start, "evaluate", *map(str, command)], capture_output=True, text=True, timeout=300)
@@ -52,13 +52,13 @@ def test_two_processes_find_what_one_finds(models, prepared):
     for name, measures in one["models"].items():
         got = found["models"][name]
         assert got["positions"] == measures["positions"]
-        for key in ("brier_1", "accuracy_1", "collision_1", "collision_2"):  # up to the order of sums
+        for key in ("brier_1", "accuracy_1", "collision_1", "collision_2"):  # up to the order of summation
             assert got[key]["value"] == pytest.approx(measures[key]["value"], rel=1e-4, abs=1e-6), (name, key)
 
 
-def test_likelihoods_are_those_of_the_model(models, prepared):
+def test_cross_entropy_is_that_of_the_model(models, prepared):
     measures = evaluate([models / "softmax"], prepared, context=64)["models"]["softmax"]
-    model, data = load_softmax(models / "softmax"), PreparedData(prepared)
+    model, data = load_transformer(models / "softmax"), PreparedData(prepared)
     stream, nats, count = data.split("train"), 0.0, 0
     for number in range(len(stream.document_lengths)):
         first, last = stream.document_range(number)
@@ -66,7 +66,7 @@ def test_likelihoods_are_those_of_the_model(models, prepared):
         for begin in range(0, len(ids) - 1, 64):
             window = ids[begin : begin + 65]
             with torch.no_grad():
-                logits = model(window[None, :-1]).logits[0]
+                logits = model.logits(window[None, :-1])[0]
             nats += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
             count += len(window) - 1
     assert measures["cross_entropy"] == pytest.approx(nats / count, rel=1e-4)
@@ -77,33 +77,33 @@ def test_likelihoods_are_those_of_the_model(models, prepared):
         nats / count * len(stream) / split["bytes"] / math.log(2), rel=1e-4
     )
     beside = evaluate([models / "softmax", models / "calm-4"], prepared, context=64)["models"]["softmax"]
-    for name in ("cross_entropy", "bits_per_byte"):  # whoever else is compared
+    for name in ("cross_entropy", "bits_per_byte"):  # independent of the other models
         assert beside[name] == measures[name]
 
 
-def test_chunks_that_are_no_multiples_of_each_other(models, prepared):
+def test_chunk_sizes_that_are_not_multiples_of_each_other(models, prepared):
     answer = evaluate([models / "calm-3", models / "calm-4"], prepared)
     assert "multiples of 12" in answer["positions"]
     assert answer["context"] % 12 == 0
 
 
 @pytest.mark.parametrize("positions", ["shared", "own", "every"])
-def test_positions_are_named_and_compared_where_they_are_the_same(models, prepared, positions):
+def test_positions_are_named_and_compared_if_they_are_the_same(models, prepared, positions):
     answer = evaluate([models / "calm-1", models / "calm-4"], prepared, positions=positions)
     counts = [measures["positions"] for measures in answer["models"].values()]
     assert (counts[0] == counts[1]) == (positions != "own") == bool(answer["differences"])
-    assert {"shared": "multiples of 4", "own": "own chunk borders", "every": "every token"}[positions] in answer[
+    assert {"shared": "multiples of 4", "own": "own chunk boundaries", "every": "every token"}[positions] in answer[
         "positions"
     ]
 
 
-def test_more_samples_have_smaller_errors(models, prepared):
-    """At least for the terms that a sampler decides; the text itself stays as it is."""
+def test_more_samples_give_smaller_errors(models, prepared):
+    """For the collisions, which depend only on the samples."""
     few, many = (evaluate([models / "calm-4"], prepared, num_samples=n)["models"]["calm-4"] for n in (2, 32))
     assert many["collision_1"]["standard_error"] < 0.6 * few["collision_1"]["standard_error"]
 
 
-def test_a_file_of_text(models, prepared, tmp_path, texts):
+def test_text_file(models, prepared, tmp_path, texts):
     path = tmp_path / "some.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:5]))
     answer = evaluate([models / "calm-4"], path, num_samples=2)
@@ -113,10 +113,10 @@ def test_a_file_of_text(models, prepared, tmp_path, texts):
     assert answer["models"]["calm-4"]["positions"] == len(starts)
     assert answer["split"] is None
     again = evaluate([models / "calm-4"], path, num_samples=2)
-    assert again == answer  # to the last digit
+    assert again == answer  # bitwise
 
 
-def test_what_is_not_above_zero_is_said(models, prepared, calm, tmp_path):
+def test_undefined_score_is_reported(models, prepared, calm, tmp_path):
     out = tmp_path / "out"
     shown = calm("evaluate", models / "calm-4", "--data", prepared, "--split", "validation", "--output", out)
     assert shown.returncode == 0, shown.stderr
@@ -124,7 +124,7 @@ def test_what_is_not_above_zero_is_said(models, prepared, calm, tmp_path):
     assert (out / "scores.png").exists()
 
 
-def test_bad_input(models, prepared, calm, tmp_path):
+def test_invalid_arguments(models, prepared, calm, tmp_path):
     empty, short = tmp_path / "empty.txt", tmp_path / "short.txt"
     empty.write_text("")
     short.write_text("a")
@@ -145,12 +145,12 @@ def test_bad_input(models, prepared, calm, tmp_path):
         assert "Traceback" not in failed.stderr
 
 
-def test_other_bad_input(models, prepared, tmp_path, texts):
+def test_invalid_options_and_data(models, prepared, tmp_path, texts):
     with pytest.raises(ConfigError, match="a context of 6 tokens should be a multiple of 4, at most 124"):
         evaluate([models / "calm-4"], prepared, context=6)
     with pytest.raises(ConfigError, match="at most 124"):
         evaluate([models / "calm-4"], prepared, context=128)
-    with pytest.raises(ConfigError, match="at least 2, not 1"):
+    with pytest.raises(ConfigError, match="at least 2 to measure collisions, not 1"):
         evaluate([models / "calm-4"], prepared, num_samples=1)
     with pytest.raises(DataError, match="valid"):
         evaluate([models / "calm-4"], prepared, split="valid")
@@ -163,12 +163,15 @@ def test_other_bad_input(models, prepared, tmp_path, texts):
         evaluate([models / "calm-4", other], prepared)
 
 
-def test_a_tokenizer_with_more_words_than_the_model(models, tmp_path, texts):
+def test_tokenizer_with_more_tokens_than_the_model(models, tmp_path, texts):
     other, path = tmp_path / "other", tmp_path / "some.txt"
     shutil.copytree(models / "softmax", other)
     train_bpe([*texts, "".join(map(chr, range(0x400, 0x480))) * 9], 500).save(other)
     path.write_text("".join(map(chr, range(0x400, 0x480))))
-    with pytest.raises(DataError, match=r"has token 499, .* only: the tokenizer beside it is not its own"):
+    with pytest.raises(
+        DataError,
+        match=r"token id 499 of the text is out of range: .* entries; the tokenizer in its directory is not its own",
+    ):
         evaluate([other], path)
 
 

@@ -1,4 +1,4 @@
-"""Bounds of likelihoods against what they are bounds of."""
+"""Likelihood bounds and exact likelihoods, against direct computation."""
 
 import json
 import math
@@ -7,49 +7,60 @@ import shutil
 import pytest
 import torch
 
-from calm.evaluate.likelihood import chunk_nats, continuation_nats
-from calm.models.calm import CalmForCausalLM
-from calm.models.configuration import CalmConfig
-from calm.models.loading import load_calm
+from calm.checkpoint import load_calm, save_model
+from calm.evaluate.harness import continuation_log_likelihood
+from calm.model import Calm, PlainCalmConfig
 from calm.noise import RowNoise
 
 
 @torch.no_grad()
-def slowly(model, before, behind, num_latents, noise) -> float:
-    """-log of the mean over latents of the product over tokens, chunk for chunk."""
-    size, total, ids = model.config.chunk_size, 0.0, list(before)
-    for start in range(0, len(behind), size):
-        tokens = behind[start : start + size]
-        hidden = model.hidden_states(torch.tensor([ids]))[:, -1]
+def reference_log_likelihood(model, before, after, num_latents, noise) -> float:
+    """Log of the mean over latents of the product over tokens, chunk by chunk."""
+    size, total, ids = model.chunk_size, 0.0, list(before)
+    for start in range(0, len(after), size):
+        tokens = after[start : start + size]
+        hidden = model.hidden_states(torch.tensor(ids).view(1, -1, size))[:, -1]
         logits = model.autoencoder.decode(model.head.sample(hidden, num_latents, noise)[:, 0])  # (N, K, V)
-        logs = logits.log_softmax(-1)[:, torch.arange(len(tokens)), tokens].sum(-1)
-        total -= float(logs.logsumexp(0)) - math.log(num_latents)
+        log_probs = logits.log_softmax(-1)[:, torch.arange(len(tokens)), tokens].sum(-1)
+        total += float(log_probs.logsumexp(0)) - math.log(num_latents)
         ids += tokens
     return total
 
 
 @pytest.mark.parametrize("length", [3, 8, 10])
-def test_a_continuation_costs_what_its_chunks_cost(models, length):
-    model = load_calm(models / "calm-4").eval()
-    before, behind = list(range(8)), [5 + i for i in range(length)]
-    found, likeliest = continuation_nats(model, before, behind, 6, RowNoise([3]), 2)
-    assert found == pytest.approx(slowly(model, before, behind, 6, RowNoise([3])), rel=1e-4)
-    assert not likeliest
+def test_continuation_log_likelihood_is_the_sum_over_its_chunks(models, length):
+    model = load_calm(models / "calm-4")
+    before, after = list(range(8)), [5 + i for i in range(length)]
+    found, greedy = continuation_log_likelihood(model, before, after, 6, RowNoise([3]), 2)
+    assert found < 0
+    assert found == pytest.approx(reference_log_likelihood(model, before, after, 6, RowNoise([3])), rel=1e-4)
+    assert not greedy
 
 
 @torch.no_grad()
-def test_chunks_cost_the_same_all_at_once(models):
-    model = load_calm(models / "calm-2").eval()
-    ids = torch.arange(12)[None]
-    hidden = model.hidden_states(ids[:, :10])
-    nats = chunk_nats(model, hidden, model.chunks(ids)[:, 1:], 4, RowNoise([0]))
+def test_greedy_continuation_is_recognized(models):
+    model, before = load_calm(models / "calm-4"), list(range(8))
+    latents = model.head.sample(model.hidden_states(torch.tensor(before).view(1, -1, 4))[:, -1], 1, RowNoise([3]))
+    after = model.autoencoder.tokens(latents)[0, 0].tolist()
+    assert continuation_log_likelihood(model, before, after, 1, RowNoise([3]), 2)[1]
+    after[-1] = (after[-1] + 1) % model.vocab_size
+    assert not continuation_log_likelihood(model, before, after, 1, RowNoise([3]), 2)[1]
+    assert continuation_log_likelihood(model, before, [], 1, RowNoise([3]), 2) == (0.0, True)
+
+
+@torch.no_grad()
+def test_cross_entropy_of_all_chunks_at_once(models):
+    model = load_calm(models / "calm-2")
+    chunks = torch.arange(12).view(1, 6, 2)
+    hidden, targets = model.hidden_states(chunks[:, :5]), chunks[:, 1:]
+    nats = model.head.cross_entropy(hidden, targets, 4, RowNoise([0]))
     latents = model.head.sample(hidden, 4, RowNoise([0]))
-    logs = model.autoencoder.decode(latents).log_softmax(-1)  # (N, 1, L, K, V)
-    each = logs.gather(-1, model.chunks(ids)[:, 1:].expand(4, 1, 5, 2)[..., None])[..., 0].sum(-1)
+    log_probs = model.autoencoder.decode(latents).log_softmax(-1)  # (N, 1, L, K, V)
+    each = log_probs.gather(-1, targets.expand(4, 1, 5, 2)[..., None])[..., 0].sum(-1)
     assert torch.allclose(nats.sum(-1).float(), math.log(4) - each.logsumexp(0), atol=1e-4)
 
 
-def test_evaluate_reports_it_as_a_bound(calm, models, prepared):
+def test_evaluate_reports_a_bound(calm, models, prepared):
     command = ["evaluate", models / "calm-4", models / "softmax", "--data", prepared, "--split", "train", "--json"]
     found = {}
     for latents in (1, 32):
@@ -68,24 +79,25 @@ def test_evaluate_reports_it_as_a_bound(calm, models, prepared):
 
 
 @torch.no_grad()
-def test_a_chain_has_likelihoods_of_its_own(calm, models, prepared, tmp_path):
-    """The nats of all tokens behind the first chunk, by its softmaxes, in whatever way they are asked for."""
-    autoencoder = load_calm(models / "calm-4").autoencoder
+def test_chain_head_has_exact_likelihoods(calm, models, prepared, tmp_path):
+    """Cross-entropy of all tokens after the first chunk, by the head, for a continuation, and by the command."""
+    trained = load_calm(models / "calm-4")
     torch.manual_seed(0)
-    backbone = load_calm(models / "calm-4").config.backbone_config
-    model = CalmForCausalLM(CalmConfig(backbone, autoencoder.config, head="chain")).eval()
-    for weight in model.head.parameters():
-        torch.nn.init.normal_(weight, std=0.3)
-    ids = torch.arange(3, 15)[None]
-    hidden, chunks = model.hidden_states(ids[:, :8]), model.chunks(ids)[:, 1:]
-    nats = chunk_nats(model, hidden, chunks, 5, RowNoise([0]))
-    logs = (model.chain_states(hidden, chunks) @ model.words.T).log_softmax(-1)
-    torch.testing.assert_close(nats, -logs.gather(-1, chunks[..., None])[..., 0], rtol=1e-4, atol=1e-5)
-    found, _ = continuation_nats(model, ids[0, :4].tolist(), ids[0, 4:].tolist(), 3, RowNoise([0]), 2)
-    assert found == pytest.approx(nats.sum().item(), rel=1e-4)
+    fields = {"head": "chain", "eos_token_id": 0, "pad_token_id": 1}
+    model = Calm(PlainCalmConfig(trained.config.backbone_config, trained.config.autoencoder_config, **fields)).eval()
+    for parameter in model.head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    chunks = torch.arange(3, 15).view(1, 3, 4)
+    hidden, targets = model.hidden_states(chunks[:, :2]), chunks[:, 1:]
+    nats = model.head.cross_entropy(hidden, targets, 5, RowNoise([0]))
+    states = model.head.states(hidden, targets[..., :-1])
+    log_probs = (states @ model.head.vocabulary.T).log_softmax(-1)
+    torch.testing.assert_close(nats, -log_probs.gather(-1, targets[..., None])[..., 0], rtol=1e-4, atol=1e-5)
+    before, after = chunks[0, 0].tolist(), chunks[0, 1:].flatten().tolist()
+    found, _ = continuation_log_likelihood(model, before, after, 3, RowNoise([0]), 2)
+    assert found == pytest.approx(-nats.sum().item(), rel=1e-4)
     shutil.copytree(models / "calm-4", tmp_path / "chain")
-    model.config.update({"eos_token_id": 0, "pad_token_id": 1})
-    model.save_pretrained(tmp_path / "chain")
+    save_model(model, tmp_path / "chain")
     done = calm("evaluate", tmp_path / "chain", "--data", prepared, "--split", "train", "--json")
     assert done.returncode == 0, done.stderr
     (measures,) = json.loads(done.stdout)["models"].values()

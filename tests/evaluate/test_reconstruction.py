@@ -1,4 +1,4 @@
-"""Reconstruction measures, against a plain count, and the command."""
+"""Reconstruction metrics against direct counts, and `calm evaluate` for autoencoders."""
 
 import json
 
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from calm.autoencoder import Autoencoder, AutoencoderConfig
+from calm.checkpoint import save_model
 from calm.data.chunks import ChunkedStream
 from calm.data.loader import evaluation_batches
 from calm.data.shards import PreparedData
 from calm.evaluate.reconstruction import evaluate_reconstruction
-from calm.models.autoencoder import ChunkAutoencoder
-from calm.models.configuration import ChunkAutoencoderConfig
 
 
 @pytest.fixture(scope="module")
@@ -19,18 +19,18 @@ def model_and_stream(prepared):
     torch.manual_seed(0)
     data = PreparedData(prepared)
     sizes = {"latent_size": 8, "hidden_size": 16, "intermediate_size": 16}
-    model = ChunkAutoencoder(ChunkAutoencoderConfig(vocab_size=data.tokenizer.vocab_size, chunk_size=4, **sizes))
+    model = Autoencoder(AutoencoderConfig(vocab_size=data.tokenizer.vocab_size, chunk_size=4, **sizes))
     return model.eval(), ChunkedStream(data.split("train"), 4, 20, data.tokenizer.pad_token_id)
 
 
-def test_counts_every_token_once(model_and_stream):
+def test_every_token_is_counted_once(model_and_stream):
     model, stream = model_and_stream
     found = evaluate_reconstruction(model, evaluation_batches(stream, 3))
     assert found["tokens"] == len(stream.stream)
     assert found["chunks"] == -(-len(stream.stream) // 4)
 
 
-def test_accuracy_from_the_mean_is_a_plain_count(model_and_stream):
+def test_accuracy_from_the_mean_matches_a_direct_count(model_and_stream):
     model, stream = model_and_stream
     found = evaluate_reconstruction(model, evaluation_batches(stream, 5))
     ids = stream.stream[: len(stream.stream)].astype(np.int64)
@@ -45,7 +45,7 @@ def test_accuracy_from_the_mean_is_a_plain_count(model_and_stream):
     assert found["kl_bits_per_chunk"] == pytest.approx(bits, rel=1e-5)
 
 
-def test_batches_and_processes_change_nothing(model_and_stream):
+def test_metrics_do_not_depend_on_batches_and_processes(model_and_stream):
     model, stream = model_and_stream
     whole = evaluate_reconstruction(model, evaluation_batches(stream, 4))
     again = evaluate_reconstruction(model, evaluation_batches(stream, 7))
@@ -57,7 +57,7 @@ def test_batches_and_processes_change_nothing(model_and_stream):
 
 def test_collapsed_dimensions_are_counted(model_and_stream):
     model, stream = model_and_stream
-    with torch.no_grad():  # make the posterior of dimensions 1 and 5 the prior
+    with torch.no_grad():  # the posterior of dimensions 1 and 5 becomes the prior
         for row in (1, 5, 8 + 1, 8 + 5):
             model.encoder.posterior.weight[row] = 0
             model.encoder.posterior.bias[row] = 0
@@ -67,7 +67,7 @@ def test_collapsed_dimensions_are_counted(model_and_stream):
 
 def test_command(calm, model_and_stream, prepared, tmp_path):
     model, _ = model_and_stream
-    model.save_pretrained(tmp_path / "model")
+    save_model(model, tmp_path / "model")
     PreparedData(prepared).tokenizer.save(tmp_path / "model")
     done = calm("evaluate", tmp_path / "model", "--data", prepared, "--output", tmp_path / "out", "--json")
     assert done.returncode == 0, done.stderr
@@ -85,9 +85,9 @@ def test_command(calm, model_and_stream, prepared, tmp_path):
         (lambda m: (m / "config.json").write_text("{"), "cannot be read"),
     ],
 )
-def test_broken_models(calm, model_and_stream, prepared, tmp_path, damage, message):
+def test_damaged_models(calm, model_and_stream, prepared, tmp_path, damage, message):
     model, _ = model_and_stream
-    model.save_pretrained(tmp_path / "model")
+    save_model(model, tmp_path / "model")
     damage(tmp_path / "model")
     done = calm("evaluate", tmp_path / "model", "--data", prepared)
     assert done.returncode == 2
@@ -95,11 +95,11 @@ def test_broken_models(calm, model_and_stream, prepared, tmp_path, damage, messa
     assert "Traceback" not in done.stderr
 
 
-def test_another_tokenizer(calm, model_and_stream, prepared, tmp_path):
+def test_tokenizer_mismatch(calm, model_and_stream, prepared, tmp_path):
     from calm.data.tokenizer import train_bpe
 
     model, _ = model_and_stream
-    model.save_pretrained(tmp_path / "model")
+    save_model(model, tmp_path / "model")
     train_bpe(["other words"], 270).save(tmp_path / "model")
     done = calm("evaluate", tmp_path / "model", "--data", prepared)
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""Costs: Table 1's rows, real modules, and FLOPs that torch counts itself."""
+"""Costs against Table 1, the models' parameters, and the FLOPs that torch counts."""
 
 import json
 
@@ -7,9 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from calm.config import load_config, recipe_names
-from calm.models.calm import CalmForCausalLM
 from calm.paper.cost import TABLE_1, cost_of
-from calm.train.stages import autoencoder_config, calm_config
+from calm.train.stages import described_model
 
 
 @pytest.mark.parametrize("name", TABLE_1)
@@ -31,41 +30,41 @@ def test_every_shipped_recipe_has_a_cost():
 
 
 @pytest.mark.parametrize("head", ["energy", "flow", "mean-flow", "diffusion", "chain"])
-def test_flops_are_those_that_torch_counts(head):
+def test_inference_flops_match_those_counted_by_torch(head):
     settings = ["language_model.backbone.hidden_size=64", "language_model.num_sampling_steps=3"]
     settings += [f"language_model.head={head}", "language_model.backbone.intermediate_size=96"]
     config = load_config("toy-calm", settings)
     length, size = 8, config.data.chunk_size
     cost = cost_of("toy-calm", config, context=length, candidates=5, vocabulary=100)
-    model = CalmForCausalLM(calm_config(config.language_model, autoencoder_config(config, 100))).eval()
-    ids = torch.zeros(1, length * size, dtype=torch.long)
+    model = described_model(config, 100).eval()
+    chunks = torch.zeros(1, length, size, dtype=torch.long)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        hidden = model.hidden_states(ids)
-        model.draw(hidden, 1)
+        hidden = model.hidden_states(chunks)
+        model.head.propose(hidden, 1).tokens()
     counted = counter.get_total_flops() / (length * size)
     assert cost.inference_flops_per_token == pytest.approx(counted, rel=0.03)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        hidden = model.hidden_states(ids)
-        model.draw(hidden, 1 if head == "chain" else 5)  # a chain is sharpened without candidates
+        hidden = model.hidden_states(chunks)
+        model.head.propose(hidden, 1 if head == "chain" else 5).tokens()  # a chain needs no candidates
     counted = counter.get_total_flops() / (length * size)
     assert cost.inference_flops_per_token_with_candidates == pytest.approx(counted, rel=0.03)
 
 
-@pytest.mark.parametrize(("head", "own_words"), [("energy", False), ("chain", False), ("chain", True)])
-def test_training_flops_are_those_that_torch_counts(head, own_words):
-    config = load_config("toy-calm", [f"language_model.head={head}", f"language_model.own_words={own_words}"])
+@pytest.mark.parametrize(("head", "untied"), [("energy", False), ("chain", False), ("chain", True)])
+def test_training_flops_match_those_counted_by_torch(head, untied):
+    config = load_config("toy-calm", [f"language_model.head={head}", f"language_model.untied_lm_head={untied}"])
     length, size = config.data.sequence_length // 4, 4
     cost = cost_of("mine", config, context=length, vocabulary=100)
-    model = CalmForCausalLM(calm_config(config.language_model, autoencoder_config(config, 100))).train()
-    ids = torch.zeros(1, (length + 1) * size, dtype=torch.long)
+    model = described_model(config, 100).train()
+    chunks = torch.zeros(1, length + 1, size, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
-        model(ids, labels=ids).loss.backward()
+        model(chunks)["loss"].backward()
     counted = counter.get_total_flops() / (length * size)
     per_token = sum(part.train_flops_per_token for part in cost.parts.values())
-    assert per_token == pytest.approx(counted, rel=0.1)  # the loss's own products are not in the formula
+    assert per_token == pytest.approx(counted, rel=0.1)  # the formula leaves out the products of the loss
 
 
-def test_the_command(calm):
+def test_command(calm):
     done = calm("cost", "paper-calm-m", "toy-autoencoder", "--samples", 7, "--vocabulary", 500, "--json")
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout)

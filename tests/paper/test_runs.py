@@ -1,5 +1,6 @@
 """Run keys: identical runs are shared between experiments, different runs are not."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,9 @@ import pytest
 from calm.config import load_config
 from calm.errors import UserError
 from calm.paper.experiments import EXPERIMENTS
-from calm.paper.runs import Run
-from calm.paper.scales import CHUNK_SIZES, SCALES, scale_of
+from calm.paper.results import Results
+from calm.paper.runs import Run, digest
+from calm.paper.scales import CHUNK_SIZES, EMBEDDED, SCALES, scale_of
 
 RUN = Run("characters-calm", (), Run("characters-autoencoder"))
 EVERY = [(scale, experiment) for scale in SCALES.values() for experiment in EXPERIMENTS.values()]
@@ -106,6 +108,21 @@ def test_paper_scale_uses_the_paper_recipes():
         ours = scale.calm(size=size).config(Path("data/pile"), Path("runs/paper-autoencoder-k4/model"))
         assert ours == load_config(recipe)
     assert scale.calm().base_config.train.steps == 50_000
+
+
+@pytest.mark.parametrize(
+    ("directory", "scale", "chunk_size"), [("laptop", "laptop", 4), ("laptop-k2", "laptop, K = 2", 2)]
+)
+def test_stored_results_keep_their_keys(directory, scale, chunk_size):
+    """Results in the repository would have to be measured again if the keys of runs changed."""
+    stored = Path(__file__).resolve().parents[2] / "reproduction" / directory
+    if not stored.exists():
+        pytest.skip("no stored results")
+    results = Results(stored, scale, digest(["embedded", asdict(EMBEDDED)]))
+    assert results.experiments
+    for name in results.experiments:
+        for row in EXPERIMENTS[name].rows(scale_of("laptop", chunk_size), results.find):
+            assert all(results.find(measure) is not None for measure in row.measures), (name, row.label)
 
 
 def test_unknown_scale_and_chunk_size():

@@ -5,20 +5,20 @@ import re
 
 from pybible import Bible
 
-from calm.models.directories import BUNDLED, located
+from calm.checkpoint import BUNDLED, resolve_model_dir
 
 
 def test_size_and_provenance(tmp_path, monkeypatch):
     from pathlib import Path
 
-    directory = located(Path(BUNDLED))
+    directory = resolve_model_dir(Path(BUNDLED))
     assert sum(path.stat().st_size for path in directory.iterdir()) < 20_000_000
     run = json.loads((directory / "run.json").read_text())
     assert run["config"]["language_model"]["head"] == "chain"
     assert run["summary"]["brier_1"] > 10
     monkeypatch.chdir(tmp_path)
     (tmp_path / BUNDLED).mkdir()
-    assert located(Path(BUNDLED)) == Path(BUNDLED)  # a local directory of that name takes precedence
+    assert resolve_model_dir(Path(BUNDLED)) == Path(BUNDLED)  # a local directory of that name takes precedence
 
 
 def test_generates_words_of_its_corpus(calm, tmp_path):

@@ -29,7 +29,7 @@ def test_unbiased_for_any_number_of_samples(count):
         torch.testing.assert_close(expected, exact(target), rtol=1e-6, atol=1e-6)
 
 
-def test_two_samples_are_the_papers_estimator():
+def test_two_samples_give_the_estimator_of_the_paper():
     a, b, y = torch.tensor([[1, 2, 3]]), torch.tensor([[1, 2, 4]]), torch.tensor([[1, 5, 3]])
     assert brier(a, b, y).tolist() == [[1.0, -1.0, 0.0]]
     assert brier(a, a, a).tolist() == [[1.0, 1.0, 1.0]]
@@ -53,8 +53,8 @@ def test_accuracy_and_collision():
 def test_brier_lm():
     assert brier_lm(torch.tensor([0.4, 0.2, 0.1, 0.05])) == pytest.approx(100 * (0.4 * 0.2 * 0.1 * 0.05) ** 0.25)
     assert brier_lm(torch.tensor([0.4, 0.2, 0.1, 0.0])) is None
-    assert brier_lm(torch.tensor([0.4, 0.2, -0.1, -0.1])) is None  # two wrongs make no product
-    with pytest.raises(ValueError, match="Brier-1 to Brier-4, not of 3"):
+    assert brier_lm(torch.tensor([0.4, 0.2, -0.1, -0.1])) is None  # the product of two negative scores does not count
+    with pytest.raises(ValueError, match="Brier-1 to Brier-4, not 3"):
         brier_lm(torch.ones(3))
     with pytest.raises(ValueError, match="at least 2 samples"):
         brier_of_samples(torch.zeros(1, 3), torch.zeros(3))

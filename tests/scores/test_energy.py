@@ -1,4 +1,4 @@
-"""The energy loss against an exact integral, against known distributions, and at its edges."""
+"""The energy loss against an exact integral, on known distributions, and for degenerate inputs."""
 
 import math
 
@@ -9,8 +9,8 @@ from scipy.integrate import quad
 from scipy.special import gamma
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from calm.autoencoder import Posterior
 from calm.errors import ConfigError
-from calm.models.posterior import Posterior
 from calm.noise import RowNoise
 from calm.scores import energy as module
 from calm.scores import energy_loss, energy_terms
@@ -32,10 +32,10 @@ def exact_moment(d: np.ndarray, sigma: np.ndarray, alpha: float) -> float:
     return p / gamma(1 - p) * (middle + tails) * scale**p
 
 
-def exact_gradient(d: np.ndarray, sigma: np.ndarray, alpha: float, places: np.ndarray) -> np.ndarray:
-    """Of the same by some of d, by central differences: an error of about 1e-7."""
+def exact_gradient(d: np.ndarray, sigma: np.ndarray, alpha: float, elements: np.ndarray) -> np.ndarray:
+    """Its gradient with respect to some elements of d, by central differences: an error of about 1e-7."""
     step, found = 1e-4, []
-    for i in places:
+    for i in elements:
         up, down = d.copy(), d.copy()
         up[i] += step
         down[i] -= step
@@ -44,7 +44,7 @@ def exact_gradient(d: np.ndarray, sigma: np.ndarray, alpha: float, places: np.nd
 
 
 def closed_form(d: np.ndarray, sigma: np.ndarray, alpha: float) -> tuple[float, np.ndarray]:
-    """The target term of the loss, and its gradient by the sample."""
+    """The target term of the loss, and its gradient with respect to the sample."""
     samples = torch.tensor(np.stack([d, d]), dtype=torch.float32).requires_grad_()  # two, at mean 0
     posterior = Posterior(torch.zeros(len(d)), torch.tensor(np.log(sigma), dtype=torch.float32))
     fidelity, _ = energy_terms(samples, posterior, alpha=alpha)
@@ -62,7 +62,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("alpha", [0.75, 1.0, 1.5])
-def test_the_closed_form_is_the_expectation(alpha):
+def test_closed_form_is_the_expectation(alpha):
     rng = np.random.default_rng(0)
     for latent, spread, distance in CASES:
         sigma = 0.2 * np.exp(spread * rng.normal(size=latent))
@@ -76,7 +76,7 @@ def test_the_closed_form_is_the_expectation(alpha):
     ("latent", "spread", "alpha"),
     [(8, 0.0, 1.0), (8, 1.0, 1.5), (32, 1.0, 1.0), (64, 0.0, 0.75), (64, 0.5, 1.0), (256, 0.0, 1.0), (256, 0.5, 1.5)],
 )
-def test_its_gradient_is_the_gradient_of_the_expectation(latent, spread, alpha):
+def test_gradient_is_that_of_the_expectation(latent, spread, alpha):
     rng = np.random.default_rng(1)
     sigma = 0.2 * np.exp(spread * rng.normal(size=latent))
     for distance in (0.1, 1.0):
@@ -88,7 +88,7 @@ def test_its_gradient_is_the_gradient_of_the_expectation(latent, spread, alpha):
         assert np.linalg.norm(found[some] - exact) < 5e-3 * np.linalg.norm(exact)
 
 
-def test_few_or_uneven_dimensions_are_left_to_the_integral():
+def test_few_or_uneven_dimensions_use_the_integral():
     """Where a second-order expansion is off by percents."""
     for latent, sigma in ((1, np.array([0.3])), (2, np.array([0.3, 1e-3])), (16, 0.2 * np.exp(np.linspace(-3, 3, 16)))):
         d = np.zeros(latent)
@@ -99,7 +99,7 @@ def test_few_or_uneven_dimensions_are_left_to_the_integral():
         assert abs(closed_form(d, sigma, 1.0)[0] / exact - 1) < 1e-4
 
 
-def test_samples_of_the_target_agree_with_the_closed_form():
+def test_target_samples_agree_with_the_closed_form():
     generator = torch.Generator().manual_seed(0)
     samples = torch.randn(8, 5, 32, generator=generator)
     posterior = Posterior(torch.randn(5, 32, generator=generator), torch.full((5, 32), -1.0))
@@ -111,7 +111,7 @@ def test_samples_of_the_target_agree_with_the_closed_form():
     assert ((closed - draws.mean(0)).abs() < 5 * error + 1e-3 * closed.abs()).all()
 
 
-def test_given_noise_is_the_formula_of_the_paper():
+def test_given_target_noise_matches_the_paper():
     generator = torch.Generator().manual_seed(0)
     samples, noise = torch.randn(4, 3, 6, generator=generator), torch.randn(5, 3, 6, generator=generator)
     posterior = Posterior(torch.randn(3, 6, generator=generator), torch.randn(3, 6, generator=generator))
@@ -125,27 +125,27 @@ def test_given_noise_is_the_formula_of_the_paper():
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_slices_of_positions_change_nothing(monkeypatch):
+def test_slicing_does_not_change_loss_and_gradient(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     samples = torch.randn(4, 2, 37, 8, generator=generator, requires_grad=True)
     posterior = Posterior(torch.randn(2, 37, 8, generator=generator), torch.randn(2, 37, 8, generator=generator))
     noise = torch.randn(6, 2, 37, 8, generator=generator)
 
-    def computed(**kwargs):
+    def loss_and_gradient(**kwargs):
         loss = energy_loss(samples, posterior, **kwargs)
         return loss, torch.autograd.grad(loss.sum(), samples)[0]
 
     for kwargs in ({}, {"target_noise": noise}):
-        whole = computed(**kwargs)
+        whole = loss_and_gradient(**kwargs)
         with monkeypatch.context() as patch:
             patch.setattr(module, "SLICE_ELEMENTS", 300)
             patch.setattr(module, "INTEGRAL_ELEMENTS", 3000)
-            for one, other in zip(whole, computed(**kwargs), strict=True):
+            for one, other in zip(whole, loss_and_gradient(**kwargs), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_edges_give_numbers_and_finite_gradients():
-    samples = torch.zeros(4, 3, 8, requires_grad=True)  # all in one place, which is the target
+def test_degenerate_inputs_have_finite_losses_and_gradients():
+    samples = torch.zeros(4, 3, 8, requires_grad=True)  # all equal to the target
     certain = Posterior(torch.zeros(3, 8), torch.full((3, 8), -math.inf))
     for alpha in (0.5, 1.0, 1.9):
         loss = energy_loss(samples, certain, alpha=alpha)
@@ -158,43 +158,43 @@ def test_edges_give_numbers_and_finite_gradients():
         (gradient,) = torch.autograd.grad(loss.sum(), near)
         assert loss.isfinite().all()
         assert gradient.isfinite().all()
-    far = (1e3 + torch.zeros(4, 3, 8)).requires_grad_()  # in one place, far from the origin
+    far = (1e3 + torch.zeros(4, 3, 8)).requires_grad_()  # all equal, far from the origin
     loss = energy_loss(far, Posterior(torch.zeros(3, 8), torch.zeros(3, 8)))
     (gradient,) = torch.autograd.grad(loss.sum(), far)
     assert gradient.isfinite().all()
     torch.testing.assert_close(loss, torch.full((3,), 2 * 1e3 * math.sqrt(8)), rtol=1e-4, atol=0)
 
 
-def test_near_samples_keep_their_distance():
-    """The product form loses what differs by less than rounding of the coordinates, not more."""
+def test_distances_of_near_samples_are_accurate():
+    """Distances by matrix products are as accurate as the rounding of the coordinates allows."""
     base = 10 + torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(0))
     samples = torch.cat([base, base + 1e-3])
     _, diversity = energy_terms(samples, Posterior(base[0], torch.zeros(6, 64)))
     torch.testing.assert_close(diversity, torch.full((6,), 1e-3 * 8), rtol=2e-2, atol=0)
 
 
-def test_no_tensor_of_all_differences():
+def test_all_differences_are_never_materialised():
     largest = 0
 
-    class Watch(TorchDispatchMode):
+    class RecordLargest(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             nonlocal largest
-            made = function(*args, **(kwargs or {}))
-            largest = max(largest, made.numel() if isinstance(made, torch.Tensor) else 0)
-            return made
+            result = function(*args, **(kwargs or {}))
+            largest = max(largest, result.numel() if isinstance(result, torch.Tensor) else 0)
+            return result
 
     n, m, positions, latent = 8, 20, 50, 16
     samples = torch.randn(n, positions, latent, requires_grad=True)
     posterior = Posterior(torch.randn(positions, latent), torch.zeros(positions, latent))
-    with Watch():
+    with RecordLargest():
         energy_loss(samples, posterior, num_target_samples=m).sum().backward()
     assert largest < n * m * positions * latent / 4
 
 
-def test_what_is_no_score_is_refused():
+def test_improper_scores_are_refused():
     posterior = Posterior(torch.zeros(1, 2), torch.zeros(1, 2))
     for alpha in (0.0, -1.0, 2.5):
-        with pytest.raises(ConfigError, match="alpha must lie in"):
+        with pytest.raises(ConfigError, match="alpha must be in"):
             energy_loss(torch.zeros(2, 1, 2), posterior, alpha=alpha)
     with pytest.raises(ConfigError, match="at least 2, not 1"):
         energy_loss(torch.zeros(1, 1, 2), posterior)
@@ -203,7 +203,7 @@ def test_what_is_no_score_is_refused():
     assert module.check_energy(1.0, 8) is None
 
 
-def test_noise_of_a_row_is_the_rows_own():
+def test_target_noise_depends_on_the_row_alone():
     posterior = Posterior(torch.randn(3, 5, 4), torch.zeros(3, 5, 4))
     samples = torch.randn(2, 3, 5, 4)
     together = energy_loss(samples, posterior, num_target_samples=7, generator=RowNoise([1, 2, 3]))
@@ -216,7 +216,7 @@ def test_noise_of_a_row_is_the_rows_own():
     torch.testing.assert_close(together[1:2], alone)
 
 
-def test_the_score_is_strictly_proper_and_for_alpha_2_only_proper():
+def test_score_is_strictly_proper_except_for_alpha_2():
     """Targets at -1, 0 and 1, the outer ones with probability 0.2 each; forecasts with other shares, the same mean."""
     generator = torch.Generator().manual_seed(0)
     posterior = Posterior(torch.tensor([[-1.0], [0.0], [1.0]]), torch.full((3, 1), math.log(0.1)))

@@ -8,28 +8,28 @@ from typing import Any
 import httpx
 import pytest
 
-from calm.sampling.text import Writer
+from calm.generate.text import TextGenerator
 from calm.serve import run
 from calm.serve.limits import Limits
 
 
 @pytest.fixture(scope="session")
-def engines(models) -> dict[str, Writer]:
+def generators(models) -> dict[str, TextGenerator]:
     """Two tiny models with random weights: a CALM model with chunks of two tokens, and a Transformer."""
-    engines = {"calm-2": Writer(models / "calm-2"), "softmax": Writer(models / "softmax")}
-    engines["calm-2"].model.config.backbone_config.max_position_embeddings = 4096  # for long-running requests
-    return engines
+    generators = {"calm-2": TextGenerator(models / "calm-2"), "softmax": TextGenerator(models / "softmax")}
+    generators["calm-2"].model.config.backbone_config.max_position_embeddings = 4096  # for long-running requests
+    return generators
 
 
 class LocalServer:
     """A server in a thread of this process, on its own port."""
 
-    def __init__(self, engines: dict[str, Writer], limits: Limits, keys: list[str]):
+    def __init__(self, generators: dict[str, TextGenerator], limits: Limits, keys: list[str]):
         listener = run.bind("127.0.0.1", 0, True, False)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # small, so that slow clients cause backpressure
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = run.make_server(engines, limits, keys)
+        self.server = run.make_server(generators, limits, keys)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]}, daemon=True)
         self.thread.start()
         self.schedulers = {scheduler.name: scheduler for scheduler in self.server.schedulers}
@@ -95,12 +95,12 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
 
 
 @pytest.fixture
-def start(engines) -> Iterator[Callable[..., LocalServer]]:
+def start(generators) -> Iterator[Callable[..., LocalServer]]:
     """Start servers with given limits and keys; they stop after the test."""
     servers: list[LocalServer] = []
 
     def start_one(keys: list[str] | None = None, **limits: Any) -> LocalServer:
-        servers.append(LocalServer(engines, Limits(**limits), keys or []))
+        servers.append(LocalServer(generators, Limits(**limits), keys or []))
         return servers[-1]
 
     yield start_one
@@ -109,7 +109,7 @@ def start(engines) -> Iterator[Callable[..., LocalServer]]:
 
 
 @pytest.fixture(scope="module")
-def server(engines) -> Iterator[LocalServer]:
-    server = LocalServer(engines, Limits(), [])
+def server(generators) -> Iterator[LocalServer]:
+    server = LocalServer(generators, Limits(), [])
     yield server
     server.stop()

@@ -19,8 +19,8 @@ import httpx
 import near_ties  # in benchmarks/
 import pytest
 
-from calm.models.directories import located
-from calm.sampling.text import Writer
+from calm.checkpoint import resolve_model_dir
+from calm.generate.text import TextGenerator
 
 pytestmark = pytest.mark.slow
 
@@ -76,14 +76,16 @@ class Reference(NamedTuple):
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    engine = Writer(located(Path("bundled")))
+    generator = TextGenerator(resolve_model_dir(Path("bundled")))
 
     def generate(seed: int) -> str:
         request = request_body(seed)
-        return near_ties.written(engine, request["prompt"], seed, request["temperature"], request["max_tokens"])
+        return near_ties.generate_text(
+            generator, request["prompt"], seed, request["temperature"], request["max_tokens"]
+        )
 
     texts = [generate(seed) for seed in SEEDS]
-    stable = set(near_ties.settled(engine, dict(enumerate(texts)), generate))
+    stable = set(near_ties.stable_texts(generator, dict(enumerate(texts)), generate))
     assert len(stable) >= 0.75 * len(SEEDS)
     return Reference(texts, stable)
 

@@ -8,35 +8,35 @@ import pytest
 
 from calm.commands import serve as serve_command
 from calm.errors import UserError
-from calm.sampling.next_chunk import Sampling
+from calm.generate.sampler import SamplingParams
 from calm.serve import run
 from calm.serve.limits import Limits
 from tests.serve.conftest import wait_for
 
 
-def generate(engine, prompt: str, count: int, seed: int, number: int = 0, **options) -> str:
+def generate(generator, prompt: str, count: int, seed: int, number: int = 0, **options) -> str:
     """The output of `calm generate` for a seed and a sample number."""
-    ids = engine.tokenizer.encode(prompt)
-    deltas = engine.write([ids], Sampling(**options), max_new_tokens=count, seed=seed, numbers=[number])
+    ids = generator.tokenizer.encode(prompt)
+    deltas = generator.stream([ids], SamplingParams(**options), max_new_tokens=count, seed=seed, numbers=[number])
     return "".join(delta.text for delta in deltas)
 
 
-def test_completion_equals_calm_generate(server, engines):
-    for name, engine in engines.items():
+def test_completion_equals_calm_generate(server, generators):
+    for name, generator in generators.items():
         response = server.post(model=name, prompt="the quick", max_tokens=11, seed=5, temperature=0.5, n=2).json()
         texts = [choice["text"] for choice in response["choices"]]
-        assert texts == [generate(engine, "the quick", 11, 5, n, temperature=0.5) for n in (0, 1)]
+        assert texts == [generate(generator, "the quick", 11, 5, n, temperature=0.5) for n in (0, 1)]
         assert texts[0] != texts[1]
         assert response["object"] == "text_completion"
         assert [choice["index"] for choice in response["choices"]] == [0, 1]
-        prompt = len(engine.tokenizer.encode("the quick"))
+        prompt = len(generator.tokenizer.encode("the quick"))
         finish_reasons = [choice["finish_reason"] for choice in response["choices"]]
         if finish_reasons == ["length", "length"]:
             assert response["usage"] == {"prompt_tokens": prompt, "completion_tokens": 22, "total_tokens": prompt + 22}
 
 
-def test_prompt_formats(server, engines):
-    tokenizer = engines["calm-2"].tokenizer
+def test_prompt_formats(server, generators):
+    tokenizer = generators["calm-2"].tokenizer
     ids = [tokenizer.encode(text) for text in ("the quick", "lazy dogs")]
     common = {"max_tokens": 6, "seed": 1}
 
@@ -46,7 +46,7 @@ def test_prompt_formats(server, engines):
     assert complete("the quick") == complete(["the quick"]) == complete(ids[0]) == complete([ids[0]])
     both = complete(["the quick", "lazy dogs"])
     assert both == complete(ids)
-    assert both == [generate(engines["calm-2"], text, 6, 1, n) for n, text in enumerate(("the quick", "lazy dogs"))]
+    assert both == [generate(generators["calm-2"], text, 6, 1, n) for n, text in enumerate(("the quick", "lazy dogs"))]
     assert complete("the quick", echo=True) == ["the quick" + complete("the quick")[0]]
     assert len(complete("")) == 1
 
@@ -77,8 +77,8 @@ def test_stop_strings_and_echo_in_streams(server):
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_events_contain_only_complete_characters(server, engines):
-    tokenizer = engines["calm-2"].tokenizer
+def test_events_contain_only_complete_characters(server, generators):
+    tokenizer = generators["calm-2"].tokenizer
     for seed in range(5):  # random weights generate many invalid UTF-8 sequences, and some valid ones
         choices = [event["choices"][0] for event in server.stream(max_tokens=60, seed=seed)]
         ids = [token for choice in choices for token in choice["chunk"]["ids"]]
@@ -86,13 +86,13 @@ def test_events_contain_only_complete_characters(server, engines):
         assert server.text(max_tokens=60, seed=seed) == tokenizer.decode(ids)
 
 
-def test_openai_client(server, engines):
+def test_openai_client(server, generators):
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any")
     assert [model.id for model in client.models.list()] == ["calm-2", "softmax"]
     assert client.models.retrieve("softmax").id == "softmax"
     fields = {"model": "calm-2", "prompt": "the fox", "max_tokens": 12, "seed": 4}
     response = client.completions.create(**fields, extra_body={"method": "batch", "num_candidates": 7}, temperature=0.5)
-    expected = generate(engines["calm-2"], "the fox", 12, 4, temperature=0.5, method="batch", num_candidates=7)
+    expected = generate(generators["calm-2"], "the fox", 12, 4, temperature=0.5, method="batch", num_candidates=7)
     assert response.choices[0].text == expected
     full = client.completions.create(**fields)
     parts = list(client.completions.create(**fields, stream=True))
@@ -122,14 +122,14 @@ def test_openai_client(server, engines):
         ({"n": 33}, "at most 32"),
         ({"num_candidates": 1001}, "at most 1000"),
         ({"method": "greedy"}, "method"),
-        ({"model": "softmax", "method": "token"}, "no method"),
+        ({"model": "softmax", "method": "token"}, "the method 'token' is not available for this model"),
         ({"prompt": []}, "empty list"),
         ({"prompt": [10**6]}, "token id 1000000 is out of range"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": ["a", 5]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
         ({"prompt": "the " * 5000}, "the number of prompt tokens"),
-        ({"stop": ""}, "a stop string must have a character"),
+        ({"stop": ""}, "a stop string must not be empty"),
         ({"stop": ["a"] * 5}, "at most 4"),
         ({"stop": "x" * 201}, "at most 200"),
         ({"stream_options": {"include_usage": True}}, "set stream to true"),
@@ -257,7 +257,7 @@ def test_disconnect_frees_the_slot_within_one_step(start, stream):
     wait_for(lambda: state.aborted)
     permits.release()  # the step in progress
     wait_for(lambda: scheduler.idle)
-    assert len(state.sequence.new) <= 2
+    assert len(state.sequence.output_ids) <= 2
 
 
 def test_client_that_does_not_read_does_not_block_others(start):
@@ -304,11 +304,11 @@ def test_model_error_fails_its_requests_but_not_the_server(start, monkeypatch):
     def failing_step():
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(scheduler.batch, "step", failing_step)
+    monkeypatch.setattr(scheduler.engine, "step", failing_step)
     response = server.post(max_tokens=2)
     assert response.status_code == 500
     assert "out of memory" in response.json()["error"]["message"]
-    assert server.post(max_tokens=2).status_code == 200  # with a new batch
+    assert server.post(max_tokens=2).status_code == 200  # with a new engine
 
 
 def test_shutdown_finishes_accepted_requests_and_rejects_new_ones(start):

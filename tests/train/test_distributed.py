@@ -1,4 +1,4 @@
-"""Two processes compute what one computes, and continue one another's checkpoints."""
+"""Two processes compute the same as one, and each resumes the checkpoints of the other."""
 
 import shutil
 
@@ -11,7 +11,7 @@ def succeed(*arguments, **kwargs):
     return done
 
 
-def test_two_processes_equal_one_and_continue_each_other(recipe, tmp_path):
+def test_two_processes_equal_one_and_resume_each_other(recipe, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     succeed(recipe, one)
     succeed(recipe, two, processes=2)
@@ -30,11 +30,11 @@ def test_two_processes_equal_one_and_continue_each_other(recipe, tmp_path):
         for step, loss in alone.items():
             assert abs(loss - continued[step]) < 1e-5 * loss
         again = [step for step, when in metrics(first, "time").items() if when != times[step]]
-        assert again == list(range(21, 31))  # it went on from step 20, not from the beginning
+        assert again == list(range(21, 31))  # resumed from step 20
         assert (first / "model" / "model.safetensors").exists()
 
 
-def test_a_batch_that_cannot_be_shared_is_refused(recipe, tmp_path):
+def test_batch_size_that_is_not_a_multiple_of_the_processes(recipe, tmp_path):
     done = run(recipe, tmp_path / "run", "--set", "data.batch_size=5", processes=2)
     assert done.returncode != 0
     assert "batch_size must be a positive multiple of the number of processes, but 5 is none of 2" in done.stderr

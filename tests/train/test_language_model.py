@@ -1,4 +1,4 @@
-"""The language model and the baseline on the engine: they learn, continue to the same bits, refuse what is wrong."""
+"""Training of CALM models and of the Transformer baseline: learning, exact resumption, and error handling."""
 
 import json
 import shutil
@@ -8,16 +8,18 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import LlamaConfig as TransformersLlamaConfig
 
 import calm  # noqa: F401
+from calm.checkpoint import load_calm, load_transformer
 from calm.config import load_config
 from calm.data.loader import Batch
 from calm.errors import ConfigError, DataError, UserError
-from calm.evaluate.health import evaluate_predictions
-from calm.evaluate.softmax import evaluate_softmax
-from calm.models.loading import load_calm
+from calm.evaluate.health import evaluate_predictions, evaluate_transformer
+from calm.llama import LlamaConfig
 from calm.train.loop import train
+from calm.transformer import Transformer
 from tests.train.conftest import BACKBONE, metrics, run
 from tests.train.test_distributed import succeed
 
@@ -43,28 +45,32 @@ def test_every_head_learns(language_model, autoencoder, tmp_path, head):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     assert len(tokenizer) == model.config.vocab_size
-    roles = model.config.eos_token_id, model.config.pad_token_id
-    assert roles == (tokenizer.eos_token_id, tokenizer.pad_token_id)
-    assert model.config.knows_fill
+    special_ids = model.config.eos_token_id, model.config.pad_token_id
+    assert special_ids == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert model.config.front_padding
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=6, temperature=0.5, num_candidates=5).shape[1] <= 9
-    before = load_file(autoencoder / "model.safetensors")  # unchanged by training
+    before = load_file(autoencoder / "model.safetensors")  # frozen
     for name, value in model.autoencoder.state_dict().items():
         assert torch.equal(value, before[name]), name
 
 
-def test_the_baseline_learns(transformer, tmp_path):
+def test_transformer_learns(transformer, tmp_path):
     summary = train(settings(transformer, "train.steps=60"), tmp_path / "run")
     losses = metrics(tmp_path / "run")
     assert losses[60] < 0.8 * losses[1]
     assert summary["score"] == -summary["cross_entropy"]
-    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")) is LlamaForCausalLM
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert type(saved) is LlamaForCausalLM
+    tokens = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(load_transformer(tmp_path / "run" / "model").logits(tokens), saved(tokens).logits)
 
 
-def test_continued_it_ends_in_the_same_bits(language_model, tmp_path):
+def test_resuming_gives_identical_weights(language_model, tmp_path):
     more = settings(language_model, "train.gradient_checkpointing=true", "train.accumulation=2")
     whole, again = tmp_path / "whole", tmp_path / "again"
     train(more, whole)
-    shutil.copytree(whole, again)  # and as if it had been killed after step 20
+    shutil.copytree(whole, again)  # as if the run had been killed after step 20
     shutil.rmtree(again / "checkpoints" / "step-00000030")
     shutil.rmtree(again / "model")
     train(more, again, resume=True)
@@ -75,8 +81,6 @@ def test_continued_it_ends_in_the_same_bits(language_model, tmp_path):
 
 
 FLOW = ("language_model.head=flow", "language_model.model_input=both", "language_model.num_sampling_steps=2")
-
-
 CHAIN = ("language_model.head=chain", "language_model.vocabulary_sample=50")
 
 
@@ -89,7 +93,7 @@ CHAIN = ("language_model.head=chain", "language_model.vocabulary_sample=50")
         ("transformer", ()),
     ],
 )
-def test_two_processes_compute_what_one_computes(kind, more, request, tmp_path):
+def test_two_processes_equal_one(kind, more, request, tmp_path):
     recipe = request.getfixturevalue(kind)
     short = [part for change in ("train.steps=10", "train.checkpoint_every=5", *more) for part in ("--set", change)]
     one, two = tmp_path / "one", tmp_path / "two"
@@ -104,14 +108,14 @@ def test_two_processes_compute_what_one_computes(kind, more, request, tmp_path):
         assert abs(score - scores[1][step]) < 1e-3 * abs(score)
     shutil.rmtree(two / "checkpoints" / "step-00000010")
     shutil.rmtree(two / "model")
-    succeed(recipe, two, *short, "--resume")  # one process goes on where two were
+    succeed(recipe, two, *short, "--resume")  # one process resumes the run of two
     continued = metrics(two)
     assert all(abs(loss - continued[step]) < 1e-4 * abs(loss) for step, loss in alone.items())
-    load = load_calm if kind == "language_model" else AutoModelForCausalLM.from_pretrained
+    load = load_calm if kind == "language_model" else load_transformer
     assert load(two / "model")
 
 
-def test_going_on_from_a_model_on_other_data(language_model, prepared, tmp_path):
+def test_training_starts_from_a_trained_model(language_model, prepared, tmp_path):
     train(settings(language_model), tmp_path / "first")
     values = yaml.safe_load(language_model.read_text())
     values["language_model"] = {"start": str(tmp_path / "first" / "model")}
@@ -119,44 +123,45 @@ def test_going_on_from_a_model_on_other_data(language_model, prepared, tmp_path)
     (tmp_path / "next.yaml").write_text(yaml.safe_dump(values))
     train(settings(tmp_path / "next.yaml"), tmp_path / "next")
     first, after = metrics(tmp_path / "first"), metrics(tmp_path / "next")
-    assert after[1] < 0.95 * first[1]  # it does not begin anew
-    (tmp_path / "next" / "model" / "config.json").unlink()  # as if it had been stopped before the end
+    assert after[1] < 0.95 * first[1]  # it does not start from new weights
+    (tmp_path / "next" / "model" / "config.json").unlink()  # as if the run had been interrupted
     train(settings(tmp_path / "next" / "config.yaml"), tmp_path / "next", resume=True)
     assert load_calm(tmp_path / "next" / "model")
-    with pytest.raises(ConfigError, match="start takes the model as it is, so head cannot be set beside it"):
+    with pytest.raises(ConfigError, match="start uses the model as it is, so head cannot be set"):
         settings(tmp_path / "next.yaml", "language_model.head=flow")
 
 
-def test_words_can_begin_as_the_autoencoders(language_model, autoencoder, tmp_path):
-    still = ("optimizer.learning_rate=1e-12", "optimizer.weight_decay=0", "train.steps=2")
-    train(settings(language_model, "language_model.words_from_autoencoder=true", *still), tmp_path / "run")
+def test_embedding_initialized_from_the_autoencoder(language_model, autoencoder, tmp_path):
+    initialized = "language_model.init_embedding_from_autoencoder=true"
+    frozen = ("optimizer.learning_rate=1e-12", "optimizer.weight_decay=0", "train.steps=2")
+    train(settings(language_model, initialized, *frozen), tmp_path / "run")
     tokens = load_calm(tmp_path / "run" / "model").chunk_embedding.tokens
-    words = load_file(autoencoder / "model.safetensors")["embedding.weight"]
+    embedding = load_file(autoencoder / "model.safetensors")["embedding.weight"]
     assert tokens is not None
-    torch.testing.assert_close(tokens.weight[:, : words.shape[1]], words)
+    torch.testing.assert_close(tokens.weight[:, : embedding.shape[1]], embedding)
     for wrong in ("language_model.model_input=continuous", "language_model.backbone.hidden_size=8"):
         with pytest.raises(ConfigError, match="needs a token embedding of at least the autoencoder's"):
-            train(settings(language_model, "language_model.words_from_autoencoder=true", wrong), tmp_path / "x")
+            train(settings(language_model, initialized, wrong), tmp_path / "x")
 
 
-def test_a_chain_can_have_words_of_its_own(language_model, autoencoder, tmp_path):
-    """They begin as the autoencoder's, which stay as they are, and learn."""
-    own = (*CHAIN, "language_model.own_words=true")
-    words = load_file(autoencoder / "model.safetensors")["embedding.weight"]
-    still = ("optimizer.learning_rate=1e-12", "optimizer.weight_decay=0", "train.steps=2")
-    train(settings(language_model, *own, *still), tmp_path / "still")
-    torch.testing.assert_close(load_calm(tmp_path / "still" / "model").words, words)
-    train(settings(language_model, *own), tmp_path / "run")
-    learnt = load_calm(tmp_path / "run" / "model")
-    assert torch.equal(learnt.autoencoder.embedding.weight, words)
-    assert (learnt.words - words).abs().max() > 1e-3
+def test_untied_lm_head_of_a_chain(language_model, autoencoder, tmp_path):
+    """It starts as the autoencoder's embedding, which stays frozen, and is trained."""
+    untied = (*CHAIN, "language_model.untied_lm_head=true")
+    embedding = load_file(autoencoder / "model.safetensors")["embedding.weight"]
+    frozen = ("optimizer.learning_rate=1e-12", "optimizer.weight_decay=0", "train.steps=2")
+    train(settings(language_model, *untied, *frozen), tmp_path / "frozen")
+    torch.testing.assert_close(load_calm(tmp_path / "frozen" / "model").head.vocabulary, embedding)
+    train(settings(language_model, *untied), tmp_path / "run")
+    trained = load_calm(tmp_path / "run" / "model")
+    assert torch.equal(trained.autoencoder.embedding.weight, embedding)
+    assert (trained.head.vocabulary - embedding).abs().max() > 1e-3
     losses = metrics(tmp_path / "run")
     assert losses[max(losses)] < losses[1]
 
 
-def test_a_pretrained_backbone_keeps_its_weights_and_words(language_model, prepared, tmp_path):
+def test_pretrained_backbone_keeps_its_weights_and_embedding(language_model, prepared, tmp_path):
     torch.manual_seed(1)
-    pretrained = LlamaForCausalLM(LlamaConfig(**BACKBONE, vocab_size=398))  # without the roles that were added
+    pretrained = LlamaForCausalLM(TransformersLlamaConfig(**BACKBONE, vocab_size=398))  # without added special tokens
     pretrained.save_pretrained(tmp_path / "pretrained")
     shutil.copytree(prepared / "tokenizer", tmp_path / "pretrained", dirs_exist_ok=True)
     values = yaml.safe_load(language_model.read_text())
@@ -186,7 +191,21 @@ def test_a_pretrained_backbone_keeps_its_weights_and_words(language_model, prepa
         train(settings(tmp_path / "recipe.yaml", f"language_model.backbone={tmp_path / 'other'}"), tmp_path / "x")
 
 
-def test_mistakes_are_told_before_anything_is_written(language_model, transformer, autoencoder, prepared, tmp_path):
+def test_pretrained_backbone_of_another_architecture(language_model, prepared, tmp_path):
+    torch.manual_seed(1)
+    pretrained = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=398))
+    pretrained.save_pretrained(tmp_path / "pretrained")
+    shutil.copytree(prepared / "tokenizer", tmp_path / "pretrained", dirs_exist_ok=True)
+    changes = ["optimizer.learning_rate=1e-12", "optimizer.weight_decay=0", "train.steps=2"]
+    changes.append(f"language_model.backbone={tmp_path / 'pretrained'}")
+    train(settings(language_model, *changes), tmp_path / "run")
+    model, original = load_calm(tmp_path / "run" / "model"), pretrained.transformer
+    torch.testing.assert_close(model.backbone.layers[1].mlp.c_fc.weight, original.h[1].mlp.c_fc.weight)
+    assert model.chunk_embedding.tokens is not None
+    torch.testing.assert_close(model.chunk_embedding.tokens.weight[:398], original.wte.weight)
+
+
+def test_errors_are_raised_before_anything_is_written(language_model, transformer, autoencoder, prepared, tmp_path):
     nowhere, long = tmp_path / "nowhere", {**BACKBONE, "max_position_embeddings": 4}
     broken = tmp_path / "broken"
     shutil.copytree(autoencoder, broken)
@@ -201,8 +220,8 @@ def test_mistakes_are_told_before_anything_is_written(language_model, transforme
         (language_model, f"language_model.autoencoder={nowhere}", UserError, "is not a model directory"),
         (language_model, f"language_model.autoencoder={broken}", UserError, "cannot be read"),
         (language_model, f"language_model.autoencoder={foreign}", DataError, "different tokenizers"),
-        (language_model, f"language_model.backbone={long}", ConfigError, "7 chunks are more than the backbone's 4"),
-        (transformer, f"language_model.backbone={long}", ConfigError, "28 tokens are more than the backbone's 4"),
+        (language_model, f"language_model.backbone={long}", ConfigError, "7 chunks exceed the backbone's 4"),
+        (transformer, f"language_model.backbone={long}", ConfigError, "28 tokens exceed the backbone's 4"),
         (language_model, "language_model.backbone={model_type: lama}", ConfigError, "no model_type 'lama'"),
         (transformer, "language_model.backbone={model_type: vit}", ConfigError, "'vit' cannot be built|no field"),
     ):
@@ -212,21 +231,21 @@ def test_mistakes_are_told_before_anything_is_written(language_model, transforme
     for change, message in (
         (
             "language_model.head=enrgy",
-            "language_model.head: input should be 'energy', 'flow', 'mean-flow', 'diffusion' or 'chain'",
+            "head must be one of energy, flow, mean-flow, diffusion, chain, not 'enrgy'; did you mean energy",
         ),
-        ("language_model.alpha=2.5", "no proper scoring rule for alpha = 2.5"),
-        ("language_model.num_model_samples=1", "must be at least 2, not 1"),
+        ("language_model.alpha=2.5", "not a proper scoring rule for alpha = 2.5"),
+        ("language_model.num_model_samples=1", "at least 2, not 1"),
         ("language_model.autoencoder=null", "language_model.autoencoder is missing"),
-        ("language_model.hed=flow", "unknown key language_model.hed; did you mean head"),
+        ("language_model.hed=flow", "language_model: unknown key hed; did you mean head"),
     ):
         with pytest.raises(ConfigError, match=message):
             settings(language_model, change)
 
 
-def test_a_warning_is_one_line(language_model, tmp_path):
+def test_warning_is_one_line(language_model, tmp_path):
     done = run(language_model, tmp_path / "run", "--set", "language_model.alpha=2", "--set", "train.steps=2")
     assert done.returncode == 0, done.stderr
-    assert "warning: alpha = 2 is proper but not strictly" in done.stderr
+    assert "warning: alpha = 2 is proper, but not strictly" in done.stderr
     assert "CalmWarning" not in done.stderr
 
 
@@ -236,30 +255,32 @@ def rows(model, count=4, chunks=8):
     return [Batch(tokens, np.ones_like(tokens, dtype=bool), np.arange(count))]
 
 
-def test_health_measures_see_what_they_should(language_model, autoencoder, tmp_path):
+def test_health_metrics_detect_ignored_noise_and_context(language_model, autoencoder, tmp_path):
     train(settings(language_model, "train.steps=5"), tmp_path / "run")
     model = load_calm(tmp_path / "run" / "model")
     torch.manual_seed(0)
     torch.nn.init.normal_(model.head.latent.weight, std=0.5)  # samples that depend on noise and context
+    with torch.no_grad():
+        model.autoencoder.encoder.posterior.weight.mul_(10)  # targets that differ
     batches = rows(model)
     healthy = evaluate_predictions(model, batches)
     assert healthy == evaluate_predictions(model, batches)  # the same noise for the same rows
     assert healthy["sample_spread"] > 0
     with torch.no_grad():
         model.head.noise.weight.zero_()  # the noise is ignored
-    deaf = evaluate_predictions(model, batches)
-    assert deaf["sample_spread"] == pytest.approx(0, abs=1e-5)
-    assert deaf["diversity"] == pytest.approx(0, abs=1e-4)
-    assert deaf["same_chunk"] == 1
+    no_noise = evaluate_predictions(model, batches)
+    assert no_noise["sample_spread"] == pytest.approx(0, abs=1e-5)
+    assert no_noise["diversity"] == pytest.approx(0, abs=1e-4)
+    assert no_noise["same_chunk"] == 1
     with torch.no_grad():
-        model.head.condition.weight.zero_()  # and the context, too
-    blind = evaluate_predictions(model, batches)
-    assert abs(blind["context_gap"]) < 1e-4  # partners are a permutation of the targets
-    assert abs(deaf["context_gap"]) > 1e-3
+        model.head.condition.weight.zero_()  # the context is ignored as well
+    no_context = evaluate_predictions(model, batches)
+    assert abs(no_context["context_gap"]) < 1e-4  # the other targets are a permutation
+    assert abs(no_noise["context_gap"]) > 1e-3
     short = batches[0]._replace(mask=batches[0].mask.copy())
-    short.mask[1:, 8:] = False  # with rows that hold little but fill it is still 0
+    short.mask[1:, 8:] = False  # it is still 0 for rows that are mostly padding
     assert abs(evaluate_predictions(model, [short])["context_gap"]) < 1e-4
-    target = model.chunks(torch.from_numpy(batches[0].tokens))[:, 1:]
+    target = torch.from_numpy(batches[0].tokens).unflatten(1, (-1, 4))[:, 1:]
     true = model.posterior(target)
     model.predict = lambda *_: (true.mean.expand(4, -1, -1, -1), target.expand(4, -1, -1, -1), true)
     best = evaluate_predictions(model, batches)
@@ -267,15 +288,15 @@ def test_health_measures_see_what_they_should(language_model, autoencoder, tmp_p
     assert best["context_gap"] > 0
 
 
-def test_softmax_measures_are_exact():
+def test_transformer_metrics_are_exact():
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**BACKBONE, vocab_size=11))
+    model = Transformer(LlamaConfig(**BACKBONE, vocab_size=11))
     (batch,) = rows(model)
     batch.mask[1, 5:] = False
-    found = evaluate_softmax(model, [batch])
+    found = evaluate_transformer(model, [batch])
     tokens = torch.from_numpy(batch.tokens)
     with torch.no_grad():
-        probabilities = model(tokens).logits.softmax(-1)
+        probabilities = model.logits(tokens).softmax(-1)
     nats, brier, count = 0.0, 0.0, 0
     for row in range(4):
         for place in range(1, tokens.shape[1]):

@@ -295,6 +295,16 @@ def test_directories_with_other_content_are_refused(recipe, tmp_path):
         train(settings(recipe, "seed=3", "optimizer.eps=1e-4"), tmp_path / "run", resume=True)
 
 
+def test_runs_of_older_versions_are_refused(recipe, tmp_path):
+    train(settings(recipe, "train.steps=2"), tmp_path / "run")
+    (path,) = (tmp_path / "run" / "checkpoints").glob("*/checkpoint.json")
+    record = json.loads(path.read_text())
+    record["versions"]["calm"] = "0.1.0.dev0"
+    path.write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"was written by calm 0\.1\.0\.dev0, and calm .* cannot resume it"):
+        train(settings(recipe, "train.steps=4"), tmp_path / "run", resume=True)
+
+
 def test_datasets_with_different_tokenizers(recipe, jsonl, tmp_path):
     from calm.data.prepare import prepare
     from calm.data.workers import PrepareOptions

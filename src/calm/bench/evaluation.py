@@ -1,6 +1,5 @@
 """Evaluation benchmark: BrierLM at every position of a text, compared with a single Transformer forward pass."""
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,11 +8,10 @@ import torch
 from calm.bench.clock import Row, ratios, row, take_turns
 from calm.bench.machine import Machine
 from calm.bench.matmuls import Products
-from calm.bench.models import RECIPES, VOCABULARIES, config_of, model_of
-from calm.evaluate.estimators import CalmEstimator, SoftmaxEstimator
-from calm.linear import change_layers
+from calm.bench.models import RECIPES, VOCABULARIES, as_transformers, config_of, model_of
+from calm.evaluate.estimators import estimator_of
 from calm.noise import RowNoise
-from calm.scores.brier import LONGEST
+from calm.scores.brier import MAX_NGRAM
 
 ROWS, LENGTH, SAMPLES = 4, 256, 2
 
@@ -22,13 +20,11 @@ ROWS, LENGTH, SAMPLES = 4, 256, 2
 def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
     vocabulary = VOCABULARIES[size]
     models = {kind: model_of(config_of(name, size), vocabulary).eval() for kind, name in RECIPES[size].items()}
-    tokens = torch.randint(vocabulary, (ROWS, LENGTH + LONGEST))
-    forward: Any = copy.deepcopy(models["Transformer"])
+    tokens = torch.randint(vocabulary, (ROWS, LENGTH + MAX_NGRAM))
+    forward: Any = as_transformers(models["Transformer"])
     functions: dict[str, Callable[[], object]] = {"forward": lambda: forward(input_ids=tokens, use_cache=False)}
     for kind, model in models.items():
-        change_layers(model)
-        estimator = CalmEstimator if kind != "Transformer" else SoftmaxEstimator
-        function = _estimate(estimator(model, LENGTH, SAMPLES), tokens)
+        function = _estimate(estimator_of(model, LENGTH, SAMPLES), tokens)
         functions |= {kind: function, f"{kind} products": Products(function).run}
     times = take_turns(functions, rounds)
     for kind in models:

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from calm import native
-from calm.products import WIDE
+from calm.generate.engine import backend_description
 from calm.train.speed import measured_peak
 
 LARGE = 2**28  # elements; exceeds all caches
@@ -23,8 +22,7 @@ class Machine(NamedTuple):
             "processor": _processor(),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
-            "compiled_steps": "yes" if native.library() else "no",
-            "products": "oneDNN" if WIDE else "torch",
+            **backend_description(),
             "matmul_flops_per_second": self.peak,
             "bytes_per_second": self.bandwidth,
         }

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from calm.products import ONE_DNN
-
+ONEDNN = "mkldnn::_linear_pointwise"  # what the CPU backend uses in training
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 COPIES = 8  # of each operand, so that replayed matmuls do not always hit the cache
 
@@ -22,9 +21,9 @@ class _Recorder(TorchDispatchMode):
         self.calls: list[tuple[Any, list[Any]]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is ONE_DNN.default:
+        if function.name() == ONEDNN:
             rows, matrix, bias, *_ = args
-            self.calls.append((ONE_DNN, [_layout(value) for value in (rows.flatten(0, -2), matrix, bias)]))
+            self.calls.append((function, [_layout(value) for value in (rows.flatten(0, -2), matrix, bias)]))
         elif function.__name__.split(".")[0] in PRODUCTS:
             self.calls.append((function, [_layout(value) for value in args]))
         return function(*args, **(kwargs or {}))
@@ -52,7 +51,7 @@ class Products:
         total = 0.0
         for operator, args in self.calls:
             factors = [value for value in args if isinstance(value, Tensor)]
-            if operator is ONE_DNN:
+            if operator.name() == ONEDNN:
                 total += 2.0 * factors[0].numel() * len(factors[1])
             else:
                 total += 2.0 * factors[-2].numel() * factors[-1].shape[-1]
@@ -62,13 +61,13 @@ class Products:
     def run(self) -> None:
         """Replay with torch's default kernels."""
         for operator, args in self.calls:
-            F.linear(*args) if operator is ONE_DNN else operator(*args)
+            F.linear(*args) if operator.name() == ONEDNN else operator(*args)
 
     @torch.no_grad()
     def run_own(self) -> None:
         """Replay with the kernels that were recorded."""
         for operator, args in self.calls:
-            ONE_DNN(*args, "none", [], "") if operator is ONE_DNN else operator(*args)
+            operator(*args, "none", [], "") if operator.name() == ONEDNN else operator(*args)
 
 
 def _allocate(layout: Any, copy: int, tensors: dict[Any, Tensor]) -> Any:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from calm.config import RunConfig, load_config
-from calm.heads import EnergyHead
-from calm.linear import FastLinear, change_layers
 from calm.noise import RowNoise
+from calm.scores.vocabulary import VocabularySubset
+from calm.train.loop import optimize_for_cpu
 from calm.train.optimizer import adamw
-from calm.train.stages import described_model, sampled_words
+from calm.train.stages import described_model, sampled_subset
 
 SIZES = ("laptop", "paper")
 VOCABULARIES = {"laptop": 4096, "paper": 128_257}
@@ -30,22 +30,31 @@ def config_of(recipe: str, size: str, *settings: str) -> RunConfig:
 def model_of(config: RunConfig, vocabulary: int) -> Any:
     torch.manual_seed(0)
     model: Any = described_model(config, vocabulary)
-    head = getattr(model, "head", None)
-    if isinstance(head, EnergyHead):
-        torch.nn.init.normal_(head.latent.weight, std=0.05)  # zero at initialization, where all samples coincide
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and not module.weight.any():
+            nn.init.normal_(module.weight, std=0.05)  # zero at initialization, where all samples coincide
     return model
+
+
+def as_transformers(model: Any) -> Any:
+    """The same Transformer as transformers' `LlamaForCausalLM`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    other = LlamaForCausalLM(LlamaConfig(**model.config.to_dict()))
+    other.load_state_dict(model.state_dict())
+    return other.eval()
 
 
 class Training:
     """A training step as in `calm train`: forward, backward, gradient clipping, AdamW."""
 
-    def __init__(self, config: RunConfig, vocabulary: int, layers: type[nn.Linear] = FastLinear):
+    def __init__(self, config: RunConfig, vocabulary: int):
         self.config, self.model = config, model_of(config, vocabulary).train()
-        change_layers(self.model, layers)
+        optimize_for_cpu(self.model)
         self.make_optimizer()
         extra = 1 if config.stage == "transformer" else config.data.chunk_size  # targets that are not part of the input
         shape = (config.data.batch_size, config.data.sequence_length + extra)
-        self.inputs = _inputs(config, torch.randint(vocabulary, shape), vocabulary)
+        self.inputs = _inputs(config, self.model, torch.randint(vocabulary, shape))
 
     def make_optimizer(self) -> None:
         settings = self.config.optimizer
@@ -55,8 +64,11 @@ class Training:
     def tokens(self) -> int:
         return self.config.data.batch_size * self.config.data.sequence_length
 
+    def loss(self) -> Tensor:
+        return self.model(**self.inputs, noise=RowNoise(list(range(self.config.data.batch_size))))["loss"]
+
     def forward_backward(self) -> None:
-        self.model(**self.inputs, **self._noise()).loss.backward()
+        self.loss().backward()
 
     def step(self) -> None:
         self.forward_backward()
@@ -64,22 +76,28 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _noise(self) -> dict[str, Any]:
-        if self.config.stage == "transformer":
-            return {}
-        return {"noise": RowNoise(list(range(self.config.data.batch_size)))}
 
+class TransformersTraining(Training):
+    """The same with transformers' `LlamaForCausalLM`."""
 
-def _inputs(config: RunConfig, ids: Tensor, vocabulary: int) -> dict[str, Any]:
-    if config.stage == "transformer":
+    def __init__(self, config: RunConfig, vocabulary: int):
+        super().__init__(config, vocabulary)
+        self.model = as_transformers(self.model).train()
+        self.make_optimizer()
+
+    def loss(self) -> Tensor:
+        ids = self.inputs["chunks"][..., 0]
         labels = ids[:, 1:].contiguous()
-        return {"input_ids": ids[:, :-1], "labels": labels, "shift_labels": labels, "use_cache": False}
-    number = config.autoencoder.vocabulary_sample
+        return self.model(input_ids=ids[:, :-1], labels=labels, shift_labels=labels, use_cache=False).loss
+
+
+def _inputs(config: RunConfig, model: Any, ids: Tensor) -> dict[str, Any]:
+    size = 1 if config.stage == "transformer" else config.data.chunk_size
+    inputs: dict[str, Any] = {"chunks": ids.unflatten(1, (-1, size))}
+    settings = config.autoencoder if config.stage == "autoencoder" else config.language_model
+    if settings.vocabulary_sample is None or not getattr(getattr(model, "head", None), "exact_likelihood", True):
+        return inputs
+    subset = sampled_subset(ids.numpy(), settings.vocabulary_sample, model.config.vocab_size, 0, 0)
     if config.stage == "autoencoder":
-        candidates = None if number is None else sampled_words(ids.numpy(), number, vocabulary, 0, 0).ids
-        return {"input_ids": ids, "candidates": candidates}
-    number = config.language_model.vocabulary_sample
-    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    if number is not None and config.language_model.head == "chain":
-        inputs["words"] = sampled_words(ids.numpy(), number, vocabulary, 0, 0)
-    return inputs
+        subset = VocabularySubset(subset.ids, torch.ones(len(subset.ids)))
+    return {**inputs, "vocabulary": subset}

@@ -2,22 +2,18 @@
 
 from collections.abc import Callable, Iterator
 
-from torch import nn
-
 from calm.bench.clock import Row, ratios, row, take_turns
 from calm.bench.machine import Machine
 from calm.bench.matmuls import Products
-from calm.bench.models import RECIPES, VOCABULARIES, Training, config_of
+from calm.bench.models import RECIPES, VOCABULARIES, Training, TransformersTraining, config_of
 from calm.config import RunConfig
-from calm.linear import FastLinear
-from calm.models.calm import CalmForCausalLM
 from calm.paper.cost import cost_of
 
 
 def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
     vocabulary = VOCABULARIES[size]
     steps = {
-        kind: Training(config_of(recipe, size), vocabulary, nn.Linear if kind == "Transformer" else FastLinear)
+        kind: (TransformersTraining if kind == "Transformer" else Training)(config_of(recipe, size), vocabulary)
         for kind, recipe in RECIPES[size].items()
     }
     functions: dict[str, Callable[[], object]] = {}
@@ -72,13 +68,12 @@ class Head:
 
     def __init__(self, training: Training):
         model = training.model
-        assert isinstance(model, CalmForCausalLM)
-        ids, size = training.inputs["input_ids"], model.config.chunk_size
+        chunks = training.inputs["chunks"]
         self.head = model.head
-        self.hidden = model.hidden_states(ids[:, :-size]).detach().requires_grad_()
-        self.posterior = model.posterior(model.chunks(ids)[:, 1:])
+        self.hidden = model.hidden_states(chunks[:, :-1]).detach().requires_grad_()
+        self.posterior = model.posterior(chunks[:, 1:])
 
     def run(self) -> None:
-        self.head.loss(self.hidden, self.posterior).backward()  # pyright: ignore[reportCallIssue]
+        self.head.latent_loss(self.hidden, self.posterior).backward()
         self.head.zero_grad()
         self.hidden.grad = None

@@ -7,7 +7,7 @@ from pathlib import Path
 from calm import console
 from calm.distributed import process_group
 from calm.errors import UserError
-from calm.evaluate import language_models, report
+from calm.evaluate import language_models, plots, reconstruction
 from calm.evaluate.language_models import Options
 from calm.files import write_json
 
@@ -28,7 +28,7 @@ def evaluate_language_models(
         for table in console.scores_tables(results):
             console.stdout.print(table)
     if output is not None:
-        report.plot_scores(results, output / "scores.png")
+        plots.plot_scores(results, output / "scores.png")
 
 
 def evaluate_autoencoder(
@@ -36,10 +36,10 @@ def evaluate_autoencoder(
 ) -> None:
     _require_single_process("the evaluation of an autoencoder")
     with console.stderr.status("evaluating") if console.stderr.is_terminal else nullcontext():
-        measures = report.evaluate_autoencoder(model, data, split, batch_size)
+        measures = reconstruction.evaluate_autoencoder(model, data, split, batch_size)
     _save(output, "reconstruction.json", measures)
     if output is not None:
-        report.plot_robustness(measures, output / "robustness.png")
+        plots.plot_robustness(measures, output / "robustness.png")
     if as_json:
         console.print_json(measures)
     else:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from calm import console
+from calm.checkpoint import resolve_model_dir
 from calm.distributed import default_device
 from calm.errors import INTERRUPTED, UserError
-from calm.models.directories import located
-from calm.sampling.next_chunk import Sampling
-from calm.sampling.text import Writer
+from calm.generate.sampler import SamplingParams
+from calm.generate.text import TextGenerator
 
 
 class Request(NamedTuple):
@@ -24,30 +24,32 @@ class Request(NamedTuple):
     seed: int
 
 
-def generate(model: Path, request: Request, sampling: Sampling, int8: bool, show_chunks: bool, as_json: bool) -> None:
+def generate(
+    model: Path, request: Request, params: SamplingParams, int8: bool, show_chunks: bool, as_json: bool
+) -> None:
     with console.stderr.status("loading") if console.stderr.is_terminal else nullcontext():
-        writer = Writer(located(model), default_device(), int8=int8)
-    sampling = writer.predictor.resolve(sampling)
+        generator = TextGenerator(resolve_model_dir(model), default_device(), int8=int8)
+    params = params.resolve(generator.model.head)
     prompt, count = _read_prompt(request.prompt), request.num_samples
-    pieces = writer.write(
-        [writer.tokenizer.encode(prompt)] * count,
-        sampling,
+    deltas = generator.stream(
+        [generator.tokenizer.encode(prompt)] * count,
+        params,
         max_new_tokens=request.max_new_tokens,
         stops=[request.stops] * count,
         seed=request.seed,
     )
     try:
         if as_json:
-            settings = {"temperature": sampling.temperature, "method": sampling.method}
-            texts = console.collected_texts(pieces, count)  # runs the generation, which fills writer.spent
-            cost = asdict(writer.spent)
+            settings = {"temperature": params.temperature, "method": params.method}
+            texts = console.collected_texts(deltas, count)  # runs the generation, which fills generator.stats
+            cost = asdict(generator.stats)
             console.print_json({"prompt": prompt, "seed": request.seed} | settings | texts | {"cost": cost})
         else:
-            console.show_texts(pieces, count, show_chunks)
+            console.show_texts(deltas, count, show_chunks)
     except KeyboardInterrupt:
         console.stdout.print()
         sys.exit(INTERRUPTED)
-    if warning := writer.spent.warning(sampling):
+    if warning := generator.stats.warning(params):
         console.warn(warning)
 
 

@@ -21,12 +21,12 @@ def serve(
         raise UserError("an API key is empty; omit --api-key to serve without authentication")
     listener = run.bind(host, port, bool(keys), open_to_all)  # fails early: loading the model takes seconds
     with console.stderr.status("loading") if console.stderr.is_terminal else nullcontext():
-        engines = run.load_engines(model, baseline)
+        generators = run.load_generators(model, baseline)
     run.raise_file_limit()
-    server = run.make_server(engines, limits, keys)
+    server = run.make_server(generators, limits, keys)
     listener.listen(server.config.backlog)  # before the URL is printed, so that no client is refused a connection
     url_host = f"[{host}]" if ":" in host else host
     url = f"http://{url_host}:{listener.getsockname()[1]}"
-    console.stderr.print(f"Serving {', '.join(engines)} at {url} (playground), {url}/v1 (OpenAI-compatible API)")
+    console.stderr.print(f"Serving {', '.join(generators)} at {url} (playground), {url}/v1 (OpenAI-compatible API)")
     console.stderr.print("Press Ctrl-C to finish all requests and exit, twice to exit immediately.")
     server.run(sockets=[listener])

@@ -1,8 +1,8 @@
 """BrierLM of a model on documents: which positions, in which windows, with which noise.
 
-    shared   starts that all compared models have: multiples of every K. The default
-    own      every chunk border of the model itself; of a softmax model every token
-    every    every token; a CALM model reads the text K times, moved by 0 … K-1 fill ids at its front
+    shared   starts that all compared models have: multiples of every K (default)
+    own      every chunk boundary of the model itself; for a softmax model every token
+    every    every token; a CALM model reads the text K times, shifted by 0 … K-1 padding tokens at its front
 
 The noise of a window follows from the seed and the window's number, so neither batches nor processes change a score.
 """
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from calm.errors import ConfigError, DataError, UserError
 from calm.evaluate.brier_lm import BrierLM
-from calm.evaluate.windows import Document, Window, windows_of
+from calm.evaluate.documents import Document, Window, windows_of
 from calm.noise import RowNoise
-from calm.scores.brier import LONGEST, accuracy_and_collision
+from calm.scores.brier import MAX_NGRAM, accuracy_and_collision
 from calm.seeds import SeedStream, row_seeds
 
 Positions = Literal["shared", "own", "every"]
@@ -35,13 +35,13 @@ class Estimator(Protocol):
 
 @dataclass
 class Likelihood:
-    """Nats of all tokens but the first of a document; of a CALM model but the first chunk, and bounds."""
+    """Negative log-likelihood of all tokens but a document's first chunk, in nats."""
 
     nats: float = 0.0
     tokens: int = 0
 
     def add(self, nats: Tensor, batch: Sequence[Window], first: int) -> None:
-        """`first` is the place of the first token that has any."""
+        """`first` is the position of the first token that has a likelihood."""
         for row, window in zip(nats, batch, strict=True):
             known = max(0, min(len(window.tokens) - first, len(row)))
             self.nats += row[:known].double().sum().item()
@@ -53,7 +53,7 @@ class Likelihood:
 
 
 @dataclass
-class Found:
+class Evaluation:
     brier: BrierLM = field(default_factory=BrierLM)
     likelihood: Likelihood = field(default_factory=Likelihood)
 
@@ -72,41 +72,38 @@ def evaluate_documents(
     rank: int = 0,
     world_size: int = 1,
     report: Callable[[int], None] = lambda tokens: None,
-) -> Found:
-    """Score every start, with positions `shared` every `unit` tokens.
-
-    Of several processes each takes its turn at the windows, and sees only those.
-    """
-    size, found = estimator.chunk_size, Found()
+) -> Evaluation:
+    """Score every start; with `positions="shared"` every `unit` tokens. Processes take turns at the windows."""
+    size, evaluation = estimator.chunk_size, Evaluation()
     stride = unit if positions == "shared" else size
     if unit % size or estimator.length % stride:
         raise ConfigError(
-            f"chunks of {size}, starts every {unit} and a context of {estimator.length} tokens do not fit"
+            f"chunks of {size}, starts every {unit}, and a context of {estimator.length} tokens do not fit together"
         )
     shifts = range(size if positions == "every" else 1)
     windows = _windows(documents, estimator.length, shifts, pad_token_id)
     mine = (window for number, window in enumerate(windows) if number % world_size == rank)
     for batch in _batches(mine, batch_size):
-        tokens = np.full((len(batch), estimator.length + LONGEST), pad_token_id, dtype=np.int64)
+        tokens = np.full((len(batch), estimator.length + MAX_NGRAM), pad_token_id, dtype=np.int64)
         for row, window in zip(tokens, batch, strict=True):
             row[: len(window.tokens)] = window.tokens
         noise = RowNoise(row_seeds(np.array([window.number for window in batch]), seed, SeedStream.EVALUATION), device)
         accuracy, collision, nats = estimator.estimate(torch.from_numpy(tokens).to(device), noise)
         if not bool(accuracy.isfinite().all() & collision.isfinite().all()):
-            raise UserError("the model's probabilities are not finite numbers; its weights are damaged")
+            raise UserError("the model's probabilities are not finite: its weights are damaged")
         starts = np.arange(size, estimator.length + 1, size)
         lengths = np.array([[len(window.tokens)] for window in batch])
-        wanted = torch.from_numpy((starts % stride == 0) & (starts + LONGEST <= lengths)).to(device)
-        names = torch.tensor([[window.document] for window in batch], device=device).expand_as(wanted)
-        found.brier.add(names[wanted], accuracy[wanted], collision[wanted])
+        scored = torch.from_numpy((starts % stride == 0) & (starts + MAX_NGRAM <= lengths)).to(device)
+        names = torch.tensor([[window.document] for window in batch], device=device).expand_as(scored)
+        evaluation.brier.add(names[scored], accuracy[scored], collision[scored])
         if nats is not None:
-            found.likelihood.add(nats, batch, size)
+            evaluation.likelihood.add(nats, batch, size)
         report(int(lengths.clip(max=estimator.length).sum()) // len(shifts))
-    return found
+    return evaluation
 
 
 def _windows(documents: Iterable[Document], length: int, shifts: Sequence[int], pad_token_id: int) -> Iterator[Window]:
-    """The windows of every document, read once for each shift of its beginning. Two tokens have a likelihood."""
+    """The windows of every document, once for each shift of its beginning. Two tokens are enough for a likelihood."""
     for document in documents:
         for shift in shifts:
             moved = np.concatenate([np.full(shift, pad_token_id), document.tokens])
@@ -131,33 +128,42 @@ def evaluate_sampler(
     documents: Iterable[Sequence[int]],
     *,
     num_samples: int = 2,
-    stride: int = LONGEST,
+    stride: int = MAX_NGRAM,
     batch_size: int = 64,
 ) -> BrierLM:
     """BrierLM of anything that can continue a text.
 
-    `draw_continuations(prefixes, num_samples)` gets lists of token ids and returns ids (prefixes, num_samples, 4), all
-    drawn independently. Scores start at `stride`, 2·stride, … of every document.
+    Args:
+        draw_continuations: draw_continuations(prefixes, num_samples) gets lists of token ids and returns ids
+            (len(prefixes), num_samples, 4), all drawn independently.
+        documents: token ids of each document.
+        num_samples: continuations per prefix, at least 2.
+        stride: scores start at `stride`, 2·stride, … of every document.
+        batch_size: prefixes per call.
+
+    Example:
+        >>> scores = evaluate_sampler(my_model.sample, documents, num_samples=4).compute()
+        >>> scores["brier_lm"].value, scores["brier_lm"].standard_error
     """
     if num_samples < 2:
-        raise ConfigError(f"a collision takes two: num_samples must be at least 2, not {num_samples}")
+        raise ConfigError(f"num_samples must be at least 2 to measure collisions, not {num_samples}")
     if stride < 1:
-        raise ConfigError(f"scores start every `stride` tokens: it must be at least 1, not {stride}")
+        raise ConfigError(f"stride must be at least 1, not {stride}")
     brier = BrierLM()
 
     def places() -> Iterator[tuple[int, list[int], list[int]]]:
         for number, document in enumerate(documents):
             tokens = [int(token) for token in document]
-            for start in range(stride, len(tokens) - LONGEST + 1, stride):
-                yield number, tokens[:start], tokens[start : start + LONGEST]
+            for start in range(stride, len(tokens) - MAX_NGRAM + 1, stride):
+                yield number, tokens[:start], tokens[start : start + MAX_NGRAM]
 
     for batch in _batches(places(), batch_size):
         names, prefixes, targets = zip(*batch, strict=True)
         drawn = torch.as_tensor(draw_continuations(list(prefixes), num_samples)).cpu()
-        wanted = (len(batch), num_samples, LONGEST)
-        if drawn.shape != wanted or drawn.is_floating_point():
+        expected = (len(batch), num_samples, MAX_NGRAM)
+        if drawn.shape != expected or drawn.is_floating_point():
             raise DataError(
-                f"draw_continuations should return whole numbers of shape {wanted}, not {drawn.dtype} of "
+                f"draw_continuations should return integers of shape {expected}, not {drawn.dtype} of "
                 f"{tuple(drawn.shape)}"
             )
         accuracy, collision = accuracy_and_collision(drawn.movedim(1, 0), torch.tensor(targets))
@@ -166,7 +172,7 @@ def evaluate_sampler(
 
 
 def likelihood_measures(likelihood: Likelihood, tokens: int, text_bytes: int) -> dict[str, float]:
-    """Cross-entropy in nats a token, perplexity, and bits a byte of a text with so many tokens and bytes."""
+    """Cross-entropy in nats per token, perplexity, and bits per byte of a text with so many tokens and bytes."""
     nats = likelihood.nats / max(likelihood.tokens, 1)
     return {
         "cross_entropy": nats,

@@ -1,12 +1,13 @@
-"""Tasks of lm_eval (extra `eval`), for models that continue a text. Importing this registers the model type `calm`.
+"""Tasks of lm_eval (extra `eval`). Importing this module registers the model type `calm`.
 
-Tasks of the kind generate_until sample: at the temperature that a task asks for, and near to 0 where it asks for the
-likeliest text. Tasks that ask for likelihoods get bounds (evaluate/likelihood.py): the scores say so.
+generate_until samples at the temperature that a task asks for, and close to 0 if it asks for greedy decoding. Tasks
+that need likelihoods get bounds from models without token probabilities; the results say so.
 """
 
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import yaml
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
@@ -17,19 +18,21 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
+from calm.checkpoint import model_type
 from calm.distributed import default_device
 from calm.errors import UserError, did_you_mean
-from calm.evaluate.likelihood import continuation_nats
-from calm.models.configuration import CalmConfig
-from calm.models.directories import model_type
+from calm.generate.engine import whole_chunks
+from calm.generate.mixture import Mixture
+from calm.generate.sampler import SamplingParams
+from calm.generate.text import TextGenerator
+from calm.model import Calm, PlainCalmConfig
 from calm.noise import RowNoise
-from calm.sampling.next_chunk import Sampling
-from calm.sampling.text import Writer
 from calm.seeds import SeedStream, torch_seed
 
-NEW_TOKENS = 256  # where a task does not say
-GREEDY = 0.1  # the temperature that stands for the likeliest text
-LATENTS = 64  # of a bound
+NEW_TOKENS = 256  # if a task does not say
+GREEDY = 0.1  # temperature that stands for greedy decoding
+LATENTS = 64  # of a likelihood bound
+MAX_ELEMENTS = 2**22  # probabilities held at once
 
 
 @register_model("calm")
@@ -46,32 +49,34 @@ class HarnessModel(LM):
         **_: Any,
     ):
         super().__init__()
-        self.writer = Writer(Path(pretrained), device or default_device(), plain=False)  # it has likelihoods, too
-        self.model, self.tokenizer = self.writer.model, self.writer.tokenizer
+        self.generator = TextGenerator(Path(pretrained), device or default_device())
+        self.model, self.tokenizer = self.generator.model, self.generator.tokenizer
         self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 8
         self.seed, self.num_latents = int(seed), int(num_latents)
-        self.bounded = False  # whether anybody asked for a likelihood
+        self.bounded = False  # whether anybody requested for a likelihood
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        kinds: dict[tuple[int, float], list[int]] = {}  # how many tokens at which temperature → the numbers of requests
-        asked: list[Any] = [normalize_gen_kwargs(dict(cast(Any, request.args)[1]), NEW_TOKENS) for request in requests]
-        for number, wanted in enumerate(asked):
-            kinds.setdefault((int(wanted["max_gen_toks"]), _temperature(wanted)), []).append(number)
+        kinds: dict[tuple[int, float], list[int]] = {}  # tokens and temperature → numbers of requests
+        requested: list[Any] = [
+            normalize_gen_kwargs(dict(cast(Any, request.args)[1]), NEW_TOKENS) for request in requests
+        ]
+        for number, arguments in enumerate(requested):
+            kinds.setdefault((int(arguments["max_gen_toks"]), _temperature(arguments)), []).append(number)
         answers = [""] * len(requests)
         with tqdm(total=len(requests), desc="generate_until") as bar:
             for (new_tokens, temperature), numbers in kinds.items():
                 for first in range(0, len(numbers), self.batch_size):
                     batch = numbers[first : first + self.batch_size]
-                    pieces = self.writer.write(
+                    deltas = self.generator.stream(
                         [self._end(self.tokenizer.encode(cast(Any, requests[n].args)[0]), new_tokens) for n in batch],
-                        Sampling(temperature),
+                        SamplingParams(temperature),
                         max_new_tokens=new_tokens,
-                        stops=[[stop for stop in asked[n].get("until") or [] if stop] for n in batch],
+                        stops=[[stop for stop in requested[n].get("until") or [] if stop] for n in batch],
                         numbers=batch,
                         seed=self.seed,
                     )
-                    for piece in pieces:
-                        answers[batch[piece.number]] += piece.text
+                    for delta in deltas:
+                        answers[batch[delta.index]] += delta.text
                     bar.update(len(batch))
         return answers
 
@@ -94,13 +99,13 @@ class HarnessModel(LM):
             answers.append(sum(self._bound(ids[:start], ids[start : start + piece], number)[0] for start in starts))
         return answers
 
-    def _bound(self, before: list[int], behind: list[int], number: int) -> tuple[float, bool]:
-        self.bounded = not self.model.config.is_chain
+    def _bound(self, before: list[int], after: list[int], number: int) -> tuple[float, bool]:
+        self.bounded = not self.model.head.exact_likelihood
         noise = RowNoise([torch_seed(self.seed, SeedStream.LIKELIHOOD, number)], self.model.device)
-        before = self._end(before, len(behind)) or [self.tokenizer.eos_token_id]
-        pad_token_id = self.tokenizer.pad_token_id if self.model.config.knows_fill else self.tokenizer.eos_token_id
-        nats, likeliest = continuation_nats(self.model, before, behind, self.num_latents, noise, pad_token_id)
-        return -nats, likeliest
+        before = self._end(before, len(after)) or [self.tokenizer.eos_token_id]
+        pad = self.tokenizer.pad_token_id if self.model.front_padding else self.tokenizer.eos_token_id
+        log_likelihood, greedy = continuation_log_likelihood(self.model, before, after, self.num_latents, noise, pad)
+        return log_likelihood, greedy
 
     def _longest(self) -> int | None:
         """Tokens that fit the model's positions."""
@@ -118,10 +123,44 @@ class HarnessModel(LM):
         return ids[-room:]
 
 
-def _temperature(wanted: dict[str, Any]) -> float:
+@torch.no_grad()
+def continuation_log_likelihood(
+    model: Calm, before: list[int], after: list[int], num_latents: int, noise: RowNoise, pad_token_id: int
+) -> tuple[float, bool]:
+    """Log-likelihood of a continuation, and whether each of its tokens is the most probable one.
+
+    A lower bound for heads without token probabilities, from the mixture of `num_latents` draws. The continuation
+    starts at a chunk boundary; only its own tokens count in the last chunk.
+    """
+    if not after:
+        return 0.0, True
+    size, device = model.chunk_size, model.device
+    before = whole_chunks(model, before)
+    ids = [pad_token_id] * (-len(before) % size) + before + after
+    first = (len(ids) - len(after)) // size  # the first chunk to score
+    read = torch.tensor(ids[: (len(ids) - 1) // size * size], device=device).view(1, -1, size)
+    hidden = model.hidden_states(read)[0, first - 1 :]  # a state for each chunk to score
+    targets = torch.tensor(after + [0] * (-len(after) % size), device=device).view(-1, size)
+    counted = (torch.arange(targets.numel(), device=device) < len(after)).view_as(targets)
+    total, greedy = 0.0, True
+    rows = max(1, MAX_ELEMENTS // (num_latents * model.vocab_size))
+    for start in range(0, len(targets), rows):
+        here = slice(start, start + rows)
+        shared = RowNoise([])
+        shared.generators = noise.generators * len(targets[here])  # one text, one generator
+        mixture = Mixture(model.head.propose(hidden[here], num_latents, shared).log_probs, len(targets[here]), device)
+        for tokens, valid in zip(targets[here].unbind(1), counted[here].unbind(1), strict=True):
+            log_probs = mixture.next()
+            total += float(log_probs.gather(1, tokens[:, None])[valid].sum())
+            greedy &= bool((log_probs.argmax(1) == tokens)[valid].all())
+            mixture.append(tokens)
+    return total, greedy
+
+
+def _temperature(arguments: dict[str, Any]) -> float:
     """What a task asks for, as far as it can be had."""
-    asked = float(wanted.get("temperature", 1.0)) if wanted.get("do_sample") else 0.0
-    return min(asked, 1.0) or GREEDY
+    requested = float(arguments.get("temperature", 1.0)) if arguments.get("do_sample") else 0.0
+    return min(requested, 1.0) or GREEDY
 
 
 def run_harness(
@@ -129,7 +168,7 @@ def run_harness(
 ) -> dict[str, Any]:
     """Results of tasks (names, patterns, or YAML files) for a CALM or a softmax model.
 
-    Where a CALM model was asked for likelihoods, `likelihood_bound` says with how many latents they are bounded.
+    Where a CALM model was requested for likelihoods, `likelihood_bound` says with how many latents they are bounded.
     """
     files = [Path(task) for task in tasks if Path(task).is_file()]
     try:
@@ -137,11 +176,11 @@ def run_harness(
         names = [_task_name(Path(task)) if Path(task) in files else task for task in tasks]
         if unknown := [name for name in names if not manager.match_tasks([name])]:
             raise UserError(f"lm_eval has no task {unknown[0]!r}" + did_you_mean(unknown[0], manager.all_tasks))
-        if model_type(directory) == CalmConfig.model_type:
+        if model_type(directory) == PlainCalmConfig.model_type:
             model = cast(Any, HarnessModel)(str(directory), batch_size, seed, num_latents=num_latents or LATENTS)
         else:
             model = cast(Any, HFLM)(pretrained=str(directory), batch_size=batch_size, device=default_device())
-        found = cast(Any, simple_evaluate)(
+        evaluated = cast(Any, simple_evaluate)(
             model=model,
             tasks=manager.match_tasks(names),
             limit=limit,
@@ -157,7 +196,7 @@ def run_harness(
         raise UserError(f"lm_eval cannot run {', '.join(tasks)}: {reason}") from error
     bounded = model.num_latents if getattr(model, "bounded", False) else None
     results = {"model": str(directory), "limit": limit, "seed": seed, "likelihood_bound": bounded}
-    return results | {"tasks": found["results"]}
+    return results | {"tasks": evaluated["results"]}
 
 
 def _task_name(path: Path) -> str:

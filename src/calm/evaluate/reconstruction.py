@@ -1,36 +1,40 @@
-"""How well an autoencoder gives back what it was given (§2): from the mean, under its own noise, and under more.
-
-Sums and counts are gathered over batches and processes and divided last.
-"""
+"""Reconstruction accuracy of an autoencoder (§2): from the posterior mean, under its own noise, and under more."""
 
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from calm.data.loader import Batch
-from calm.evaluate.common import evaluating, on_device
-from calm.models.autoencoder import ChunkAutoencoder
+from calm.autoencoder import Autoencoder
+from calm.checkpoint import load_autoencoder
+from calm.data.chunks import ChunkedStream
+from calm.data.loader import Batch, evaluation_batches
+from calm.data.shards import PreparedData
+from calm.data.tokenizer import load_tokenizer
+from calm.distributed import default_device
+from calm.errors import DataError
+from calm.evaluate.health import evaluating, on_device
 from calm.noise import RowNoise
 from calm.seeds import row_seeds
 
-COLLAPSED = 0.01  # nats: a dimension whose posterior is this close to the prior says nothing
+COLLAPSED = 0.01  # nats: KL below which a dimension carries no information
 EXTRA_NOISE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 
 
 def evaluate_reconstruction(
-    model: ChunkAutoencoder,
+    model: Autoencoder,
     batches: Iterable[Batch],
     *,
     extra_noise: tuple[float, ...] = EXTRA_NOISE,
     seed: int = 0,
     reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> dict[str, Any]:
-    """Accuracies in [0, 1], mean sigma, collapsed dimensions and bits a chunk.
+    """Accuracies in [0, 1], mean sigma, collapsed dimensions, and bits per chunk.
 
-    `reduce` adds up tensors over processes. The noise of a row depends on `seed` and the row's number alone.
+    `reduce` sums tensors over processes. The noise of a row depends on `seed` and the row's number alone.
     """
     names = ["mean", "sample", *(f"extra {scale}" for scale in extra_noise)]
     right = {name: torch.zeros(2, dtype=torch.float64) for name in names}  # tokens, chunks
@@ -38,9 +42,9 @@ def evaluate_reconstruction(
     kl = torch.zeros(model.config.latent_size, dtype=torch.float64)
     with evaluating(model):
         for batch in batches:
-            rows = on_device(batch, model.device)
+            rows = on_device(batch, model.embedding.weight.device)
             chunks, real = (part.unflatten(1, (-1, model.config.chunk_size)) for part in rows)  # (B, L, K)
-            real[torch.from_numpy(batch.rows > 0), 0] = False  # a row begins with the last chunk of the one before
+            real[torch.from_numpy(batch.rows > 0), 0] = False  # a row starts with the last chunk of the one before it
             counted = real.any(-1)  # (B, L)
             noise = RowNoise(row_seeds(batch.rows, seed), chunks.device)
             posterior = model.encode(chunks).float()
@@ -50,7 +54,7 @@ def evaluate_reconstruction(
             for scale in extra_noise:
                 latents[f"extra {scale}"] = sample + scale * noise.normal(*draw)
             for name, latent in latents.items():
-                ids, nats = model.reconstruct(latent.to(model.dtype), chunks)
+                ids, nats = model.reconstruct(latent.to(model.embedding.weight.dtype), chunks)
                 hits = (ids == chunks) | ~real
                 whole = hits.all(-1) & counted
                 right[name] += torch.stack([(hits & real).sum(), whole.sum()]).cpu()
@@ -81,3 +85,17 @@ def evaluate_reconstruction(
             for scale, name in zip((0.0, *extra_noise), names[1:], strict=True)
         ],
     }
+
+
+def evaluate_autoencoder(
+    directory: Path, data: Path, split: str = "validation", batch_size: int = 32
+) -> dict[str, Any]:
+    """`calm evaluate` for a saved autoencoder: reconstruction on one split of prepared data."""
+    model = load_autoencoder(directory)
+    prepared = PreparedData(data)
+    if load_tokenizer(str(directory)).sha256 != prepared.tokenizer.sha256:
+        raise DataError(f"{data} was prepared with another tokenizer than the model in {directory}")
+    chunk_size = model.config.chunk_size
+    stream = ChunkedStream(prepared.split(split), chunk_size, 64 * chunk_size, prepared.tokenizer.pad_token_id)
+    metrics = evaluate_reconstruction(model.to(default_device()), evaluation_batches(stream, batch_size))
+    return {"model": str(directory), "data": str(data), "split": split, "chunk_size": chunk_size, **metrics}

@@ -1,29 +1,31 @@
-"""Generative heads (§3.2): from the backbone's hidden state to samples of the next latent.
+"""Generative heads (§3.2): from the backbone's hidden state to the next chunk. `base.py` defines the contract."""
 
-A head has `loss(hidden, posterior, mask, generator)` and `sample(hidden, num_samples, generator)`, and nothing else
-that others use. The chain head, which knows tokens instead of latents, has states of tokens in the place of both.
-"""
-
+from calm.heads.base import Head, HeadConfig, HeadCost, LatentProposals, Proposals, VectorHead
 from calm.heads.chain import ChainHead
 from calm.heads.diffusion import DiffusionHead
 from calm.heads.energy import EnergyHead
 from calm.heads.flow import FlowHead
 from calm.heads.mean_flow import MeanFlowHead
 
-LATENT_HEADS = {
+HEADS: dict[str, type[Head]] = {
     "energy": EnergyHead,
     "flow": FlowHead,
     "mean-flow": MeanFlowHead,
     "diffusion": DiffusionHead,
+    "chain": ChainHead,
 }
-LatentHead = EnergyHead | FlowHead | MeanFlowHead | DiffusionHead
 
 __all__ = [
-    "LATENT_HEADS",
+    "HEADS",
     "ChainHead",
     "DiffusionHead",
     "EnergyHead",
     "FlowHead",
-    "LatentHead",
+    "Head",
+    "HeadConfig",
+    "HeadCost",
+    "LatentProposals",
     "MeanFlowHead",
+    "Proposals",
+    "VectorHead",
 ]

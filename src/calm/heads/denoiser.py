@@ -1,23 +1,25 @@
-"""What the flow, mean-flow and diffusion heads share: a network from a vector, a time and a condition to a vector.
+"""The network of the flow, mean-flow, and diffusion heads: from a vector, a time, and a condition to a vector.
 
     y = time embedding + W·hidden   each block: x += gate(y) · MLP(LN(x)·(1 + scale(y)) + shift(y))
 
-Where all samples of a position have one time, as in sampling, y has no sample dimension and is computed once for all.
+If all samples of a position have the same time, as in sampling, y has no sample dimension and is computed once.
 """
 
 import math
+from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from calm.heads.common import NORM_EPS, initialize_linears, start_at_zero
-from calm.models.posterior import Posterior
+from calm.autoencoder import Autoencoder, Posterior, matmul_flops
+from calm.heads.base import FORWARD_AND_BACKWARD, NORM_EPS, HeadConfig, VectorHead, xavier_init, zero_init
 from calm.noise import Source, draw_normal
 
 FREQUENCIES = 128
 LONGEST_PERIOD = 10_000.0
-TIMES = 1000  # a time is given as an integer below this
+TIMES = 1000  # times are integers below this
 
 
 def sinusoids(times: Tensor) -> Tensor:
@@ -27,7 +29,7 @@ def sinusoids(times: Tensor) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-class Block(nn.Module):
+class DenoisingBlock(nn.Module):
     def __init__(self, size: int):
         super().__init__()
         self.norm = nn.LayerNorm(size, eps=NORM_EPS)
@@ -50,22 +52,33 @@ class Denoiser(nn.Module):
         self.time = time_embedding(size)
         self.condition = nn.Linear(hidden_size, size)
         self.input = nn.Linear(latent_size, size)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(DenoisingBlock(size) for _ in range(num_layers))
         self.norm = nn.LayerNorm(size, eps=NORM_EPS, elementwise_affine=False)
         self.modulation = nn.Linear(size, 2 * size)
         self.output = nn.Linear(size, output_size)
 
-    def initialize(self) -> None:
-        """Blocks begin as the identity and the output at zero."""
-        initialize_linears(self)
+    def reset_parameters(self) -> None:
+        """Blocks start as the identity, and the output at zero."""
+        xavier_init(self)
         for block in self.blocks:
-            start_at_zero(block.modulation)  # pyright: ignore[reportArgumentType]
-        start_at_zero(self.modulation)
-        start_at_zero(self.output)
+            zero_init(block.modulation)  # pyright: ignore[reportArgumentType]
+        zero_init(self.modulation)
+        zero_init(self.output)
 
     def forward(self, x: Tensor, times: Tensor, condition: Tensor) -> Tensor:
         """Vectors (N, ..., Z), integer times that broadcast to (N, ...), `self.condition` of the hidden states."""
         return self.refine(x, self.time(sinusoids(times).to(condition.dtype)) + condition)
+
+    def flops(self) -> tuple[float, float]:
+        """FLOPs per position of what all samples share, and of each sample with a time of its own."""
+        once = matmul_flops(self.condition)
+        return once, matmul_flops(self) - once
+
+    def sampling_flops(self) -> tuple[float, float]:
+        """FLOPs per position of an evaluation in sampling: what all samples share, and each sample."""
+        blocks: Any = self.blocks
+        modulation = matmul_flops(self.modulation, *(block.modulation for block in blocks))
+        return modulation, matmul_flops(self.input, self.output, *(block.mlp for block in blocks))
 
     def refine(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.input(x)
@@ -75,19 +88,46 @@ class Denoiser(nn.Module):
         return self.output(self.norm(x) * (1 + scale) + shift)
 
 
-class DenoisingHead(nn.Module):
-    """A head that learns to lead noise to latents."""
+class DenoisingConfig(HeadConfig):
+    num_model_samples: int = Field(8, ge=1, description="N, draws of time and noise per position in training")
 
-    def __init__(self, denoiser: Denoiser, latent_size: int, num_model_samples: int):
-        super().__init__()
-        self.denoiser, self.latent_size = denoiser, latent_size
-        self.num_model_samples = num_model_samples  # N repeats of a position in a step of training
 
-    def initialize(self) -> None:
-        self.denoiser.initialize()
+class DenoisingHead(VectorHead):
+    """A head that learns to turn noise into latents, step by step or at once."""
+
+    Config = DenoisingConfig
+    derivative_passes = 0  # further forward passes that the training loss takes
+
+    def __init__(self, config: Any, denoiser: Denoiser, autoencoder: Autoencoder | None):
+        super().__init__(config, autoencoder)
+        self.denoiser = denoiser
+        self.num_model_samples = config.num_model_samples
+
+    def reset_parameters(self) -> None:
+        self.denoiser.reset_parameters()
+
+    def quantizable(self) -> list[nn.Module]:
+        return [self.denoiser.blocks]  # a quantized time embedding would refuse a single time
+
+    @property
+    def num_evaluations(self) -> int:
+        """Calls of the denoiser per sample."""
+        return 1
 
     def draw_pairs(self, hidden: Tensor, posterior: Posterior, generator: Source) -> tuple[Tensor, Tensor]:
-        """For N repeats of each position a target and noise: (N, ..., Z) twice."""
+        """Targets and noise for N repeats of each position: (N, ..., Z) twice."""
         count = self.num_model_samples
         target = posterior.float().sample(draw_normal(generator, hidden, count, self.latent_size))
         return target, draw_normal(generator, hidden, count, self.latent_size)
+
+    def sample_flops(self) -> tuple[float, float, float]:
+        """In sampling all samples share the time, and with it the modulation; its embedding is one vector for all."""
+        once, every = self.denoiser.flops()
+        evaluation, sample = self.denoiser.sampling_flops()
+        passes = FORWARD_AND_BACKWARD + self.derivative_passes
+        training = passes * (once + self.num_model_samples * every)
+        return training, once + self.num_evaluations * (evaluation + sample), self.num_evaluations * sample
+
+    def activation_size(self) -> float:
+        size, layers = self.denoiser.condition.in_features, len(self.denoiser.blocks)
+        return self.num_model_samples * ((13 * layers + 6) * size + 6 * self.latent_size)

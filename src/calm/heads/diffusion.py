@@ -1,24 +1,27 @@
-"""The diffusion head of §7.4: learn to remove noise, then remove it in small random steps.
+"""The diffusion head of §7.4: learn to predict the noise, then remove it in small random steps.
 
-Cosine schedule of 1000 steps; the network predicts the noise, and where the variance of a step lies between its bounds.
-Sampling goes through fewer steps, spread evenly, with variances recomputed for the distances between them. Where all is
-noise, the latent that a prediction stands for is its error times thousands: it is kept to what a latent can be.
+Cosine schedule of 1000 steps; the network predicts the noise, and the variance of a step between its bounds. Sampling
+uses fewer, evenly spaced steps, with variances recomputed for them. Near pure noise the predicted latent is its error
+times thousands, so it is clipped to the range of latents.
 """
 
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from calm.autoencoder import Autoencoder, Posterior
 from calm.errors import ConfigError
-from calm.heads.common import masked_mean
-from calm.heads.denoiser import TIMES, Denoiser, DenoisingHead
-from calm.models.posterior import Posterior
+from calm.heads.base import masked_mean
+from calm.heads.denoiser import TIMES, Denoiser, DenoisingConfig, DenoisingHead
 from calm.noise import Source, draw_normal, draw_uniform
 
 LARGEST_BETA = 0.999
+DEFAULT_STEPS = 100
 
 
 def cosine_betas(steps: int = TIMES) -> Tensor:
@@ -33,20 +36,20 @@ def cosine_betas(steps: int = TIMES) -> Tensor:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Coefficients of a chain of steps, each a tensor with one entry a step."""
+    """Coefficients of a chain of steps, one entry per step."""
 
-    times: Tensor  # the step of the whole chain that each stands for: what the network is told
+    times: Tensor  # step of the full chain: the network's time input
     signal: Tensor  # sqrt(abar): x_t = signal·x_0 + noise_scale·noise
     noise_scale: Tensor
     from_start: Tensor  # the mean of x_{t-1} given x_0 and x_t = from_start·x_0 + from_state·x_t
     from_state: Tensor
-    log_largest: Tensor  # log of the largest and the smallest sensible variance of x_{t-1}
+    log_largest: Tensor  # log of the bounds of the variance of x_{t-1}
     log_smallest: Tensor
 
     @classmethod
     @cache
     def of(cls, num_steps: int) -> "Schedule":
-        """`num_steps` of the whole chain, from its first to its last; on the CPU, whatever the default device."""
+        """`num_steps` evenly spaced steps of the full chain; on the CPU, whatever the default device."""
         if not 2 <= num_steps <= TIMES:
             raise ConfigError(f"the diffusion head samples in 2 to {TIMES} steps, not {num_steps}")
         times = torch.tensor([round(i * (TIMES - 1) / (num_steps - 1)) for i in range(num_steps)], device="cpu")
@@ -70,21 +73,33 @@ class Schedule:
         return Schedule(*(part.to(steps.device)[steps][..., None] for part in vars(self).values()))
 
 
+class DiffusionConfig(DenoisingConfig):
+    num_sampling_steps: int | None = Field(None, ge=1, description="denoising steps per sample; null: 100")
+    largest_latent: float | None = Field(
+        10.0, gt=0, description="bound of a predicted latent's dimensions while sampling; null: no bound"
+    )
+
+
 class DiffusionHead(DenoisingHead):
-    def __init__(
-        self,
-        hidden_size: int,
-        latent_size: int,
-        num_layers: int,
-        *,
-        num_model_samples: int = 8,
-        num_sampling_steps: int = 100,
-        largest_latent: float | None = None,  # what no number of a latent exceeds; None: nothing is known
-    ):
-        Schedule.of(num_sampling_steps)  # a wrong number is told now, not when sampling
-        denoiser = Denoiser(hidden_size, latent_size, 2 * latent_size, num_layers)
-        super().__init__(denoiser, latent_size, num_model_samples)
-        self.num_sampling_steps, self.largest_latent = num_sampling_steps, largest_latent
+    """Diffusion (§7.4): learns to predict the noise; samples by removing it in small random steps.
+
+    Example:
+        >>> head.sample(hidden, 8, num_steps=20).shape  # hidden (B, L, H)
+        torch.Size([8, B, L, Z])
+    """
+
+    Config = DiffusionConfig
+
+    def __init__(self, config: Any, autoencoder: Autoencoder | None = None):
+        size, latent = config.hidden_size, config.latent_size
+        super().__init__(config, Denoiser(size, latent, 2 * latent, config.num_head_layers), autoencoder)
+        self.num_sampling_steps: int = config.num_sampling_steps or DEFAULT_STEPS
+        Schedule.of(self.num_sampling_steps)  # refuses an unusable number of steps
+        self.largest_latent = config.largest_latent
+
+    @property
+    def num_evaluations(self) -> int:
+        return self.num_sampling_steps
 
     def sample(
         self,
@@ -94,8 +109,9 @@ class DiffusionHead(DenoisingHead):
         noise: Tensor | None = None,
         num_steps: int | None = None,
     ) -> Tensor:
-        """Hidden states (..., H) → latents (N, ..., Z). Normal noise (steps, N, ..., Z) may be given: that of the
-        beginning, then that of every step but the last.
+        """Hidden states (..., H) → latents (N, ..., Z).
+
+        Normal noise (steps, N, ..., Z) may be given: the initial one, then that of every step but the last.
         """
         steps = num_steps or self.num_sampling_steps
         schedule = Schedule.of(steps)
@@ -114,7 +130,7 @@ class DiffusionHead(DenoisingHead):
 
     @staticmethod
     def _step(x: Tensor, here: Schedule, output: Tensor, largest: float | None = None) -> tuple[Tensor, Tensor]:
-        """The mean and log-variance of x_{t-1} that the network's output stands for."""
+        """Mean and log-variance of x_{t-1} from the network's output."""
         noise, place = output.float().chunk(2, dim=-1)
         start = (x - here.noise_scale * noise) / here.signal
         if largest is not None:
@@ -123,10 +139,10 @@ class DiffusionHead(DenoisingHead):
         log_variance = share * here.log_largest + (1 - share) * here.log_smallest
         return here.from_start * start + here.from_state * x, log_variance
 
-    def loss(
+    def latent_loss(
         self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: Source = None
     ) -> Tensor:
-        """The squared error of the noise, and the variational bound (bits a dimension), which trains the variance."""
+        """Squared error of the noise, plus the variational bound (bits per dimension), which trains the variance."""
         target, noise = self.draw_pairs(hidden, posterior, generator)
         steps = (TIMES * draw_uniform(generator, hidden, self.num_model_samples, 1)[..., 0]).long()  # (N, ...)
         here = Schedule.of(TIMES).at(steps)
@@ -142,7 +158,7 @@ class DiffusionHead(DenoisingHead):
             - 1
             + ((true_mean - mean) ** 2 + here.log_smallest.exp()) / log_variance.exp()
         )
-        # At the first step nothing is left to diverge from: the bound is the density of the target itself.
+        # At the first step the bound is the negative log-density of the target.
         density = 0.5 * (math.log(2 * math.pi) + log_variance + (target - mean) ** 2 / log_variance.exp())
         bound = torch.where(steps[..., None] == 0, density, divergence) / math.log(2)
         return masked_mean((errors + bound).mean((0, -1)), mask)

@@ -1,23 +1,33 @@
-"""The energy head of §3.3: noise, refined by residual blocks on the condition, is a sample. One pass, no iteration.
+"""The energy head of §3.3: residual blocks turn noise into a sample, given the hidden state. One forward pass.
 
     x = LN(W·noise)   y = LN(W·hidden)   each block: x += SwiGLU(fuse(LN(x), y))   sample = MLP(LN(x))
 
-All N samples of a position share its condition: whatever depends on y alone is computed once.
+All N samples of a position share its condition: what depends on y alone is computed once.
 """
 
 import warnings
+from typing import Any
 
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from calm.autoencoder import Autoencoder, Posterior, matmul_flops
 from calm.errors import CalmWarning
-from calm.heads.common import NORM_EPS, initialize_linears, masked_mean, start_at_zero
-from calm.models.posterior import Posterior
+from calm.heads.base import (
+    FORWARD_AND_BACKWARD,
+    NORM_EPS,
+    HeadConfig,
+    VectorHead,
+    masked_mean,
+    xavier_init,
+    zero_init,
+)
 from calm.noise import Source, draw_uniform
 from calm.scores.energy import check_energy, energy_loss
 
 
-class Block(nn.Module):
+class EnergyBlock(nn.Module):
     """x + SwiGLU of a two-layer fusion of LN(x) and the condition; about 6·H² parameters."""
 
     def __init__(self, size: int):
@@ -35,35 +45,53 @@ class Block(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
-class EnergyHead(nn.Module):
-    def __init__(
-        self,
-        hidden_size: int,
-        latent_size: int,
-        num_layers: int,
-        *,
-        noise_size: int = 64,
-        num_model_samples: int = 8,  # N
-        num_target_samples: int | None = None,  # M; None: closed form
-        alpha: float = 1.0,
-    ):
-        super().__init__()
-        if warning := check_energy(alpha, num_model_samples):
-            warnings.warn(warning, CalmWarning, stacklevel=2)
-        self.noise_size, self.alpha = noise_size, alpha
-        self.num_model_samples, self.num_target_samples = num_model_samples, num_target_samples
-        self.noise = nn.Linear(noise_size, hidden_size)
-        self.noise_norm = nn.LayerNorm(hidden_size, eps=NORM_EPS)
-        self.condition = nn.Linear(hidden_size, hidden_size)
-        self.condition_norm = nn.LayerNorm(hidden_size, eps=NORM_EPS)
-        self.blocks = nn.ModuleList(Block(hidden_size) for _ in range(num_layers))
-        self.norm = nn.LayerNorm(hidden_size, eps=NORM_EPS)
-        self.mix = nn.Linear(hidden_size, hidden_size)
-        self.latent = nn.Linear(hidden_size, latent_size)
+class EnergyConfig(HeadConfig):
+    num_model_samples: int = Field(8, ge=1, description="N, model samples per position in the energy loss")
+    num_target_samples: int | None = Field(
+        None, ge=1, description="M, target samples per position in the energy loss; null: closed form"
+    )
+    alpha: float = Field(1.0, description="exponent of the energy score, in (0, 2]")
+    noise_size: int = Field(64, ge=1, description="dimensions of the noise")
 
-    def initialize(self) -> None:
-        initialize_linears(self)
-        start_at_zero(self.latent)
+    @model_validator(mode="after")
+    def _proper(self) -> "EnergyConfig":
+        check_energy(self.alpha, self.num_model_samples)
+        return self
+
+
+class EnergyHead(VectorHead):
+    """The paper's head (§3.3): one forward pass from noise to a latent vector, trained with the energy score.
+
+    Args:
+        config: needs `hidden_size`, `latent_size`, `num_head_layers`, and the fields of `EnergyConfig`.
+        autoencoder: the frozen autoencoder; None for use without tokens.
+
+    Example:
+        >>> head.sample(hidden, 8).shape  # hidden (B, L, H)
+        torch.Size([8, B, L, Z])
+    """
+
+    Config = EnergyConfig
+
+    def __init__(self, config: Any, autoencoder: Autoencoder | None = None):
+        super().__init__(config, autoencoder)
+        if warning := check_energy(config.alpha, config.num_model_samples):
+            warnings.warn(warning, CalmWarning, stacklevel=2)
+        size = config.hidden_size
+        self.noise_size, self.alpha = config.noise_size, config.alpha
+        self.num_model_samples, self.num_target_samples = config.num_model_samples, config.num_target_samples
+        self.noise = nn.Linear(config.noise_size, size)
+        self.noise_norm = nn.LayerNorm(size, eps=NORM_EPS)
+        self.condition = nn.Linear(size, size)
+        self.condition_norm = nn.LayerNorm(size, eps=NORM_EPS)
+        self.blocks = nn.ModuleList(EnergyBlock(size) for _ in range(config.num_head_layers))
+        self.norm = nn.LayerNorm(size, eps=NORM_EPS)
+        self.mix = nn.Linear(size, size)
+        self.latent = nn.Linear(size, config.latent_size)
+
+    def reset_parameters(self) -> None:
+        xavier_init(self)
+        zero_init(self.latent)
 
     def sample(
         self, hidden: Tensor, num_samples: int = 1, generator: Source = None, noise: Tensor | None = None
@@ -77,7 +105,7 @@ class EnergyHead(nn.Module):
             x = block(x, y)
         return self.latent(F.silu(self.mix(self.norm(x))))
 
-    def loss(
+    def latent_loss(
         self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: Source = None
     ) -> Tensor:
         """The energy loss, a mean over positions."""
@@ -90,3 +118,14 @@ class EnergyHead(nn.Module):
             generator=generator,
         )
         return masked_mean(losses, mask)
+
+    def sample_flops(self) -> tuple[float, float, float]:
+        blocks: Any = self.blocks
+        once = matmul_flops(self.condition, *(block.fuse_condition for block in blocks))  # shared by all samples
+        sample = matmul_flops(self) - once
+        training = FORWARD_AND_BACKWARD * (once + self.num_model_samples * sample)
+        return training, once + sample, sample
+
+    def activation_size(self) -> float:
+        size = self.mix.in_features
+        return self.num_model_samples * ((13 * len(self.blocks) + 6) * size + 6 * self.latent_size)

@@ -1,4 +1,4 @@
-"""A head of one step, beyond the paper: learn the mean velocity over a span of time, then take the whole span at once.
+"""The mean-flow head, beyond the paper: learn the mean velocity over a span of time; sample in one step over all of it.
 
     x_t = (1 - t)·z + t·noise     v = noise - z     u(x_t, r, t) = mean of v from r to t     z = noise - u(noise, 0, 1)
 
@@ -6,22 +6,24 @@ Differentiating (t - r)·u by t gives what u is regressed on (Geng et al. 2025, 
 modeling"): u = v - (t - r)·du/dt, the derivative along the path, dx/dt = v. Where r = t this is flow matching.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from calm.heads.common import masked_mean
+from calm.autoencoder import Autoencoder, Posterior
+from calm.heads.base import masked_mean
 from calm.heads.denoiser import Denoiser, DenoisingHead, sinusoids, time_embedding
-from calm.models.posterior import Posterior
 from calm.noise import Source, draw_normal, draw_uniform
 
-MEAN_LOGIT = -0.4  # of the times that are learnt: a little more often near the data
-FLOW_SHARE = 0.75  # of the spans that are learnt have no length
-PERIODS = 10.0  # the fastest sine of a time: with a thousand, as other heads have, du/dt is large and training diverges
-STEADIER = 0.01  # errors are weighted by (error² + this)^(-1/2), so that the few large ones do not rule
+MEAN_LOGIT = -0.4  # of training times: slightly more of them near the data
+FLOW_SHARE = 0.75  # share of training spans of length 0
+PERIODS = 10.0  # fastest sine of the time embedding: with 1000, as in the other heads, du/dt is large and diverges
+ADAPTIVE_EPS = 0.01  # errors are weighted by (error² + this)^(-1/2), so that a few large ones do not dominate
 
 
 class SpanDenoiser(Denoiser):
-    """A denoiser that is told where a span of time ends, and how long it is."""
+    """A denoiser that is conditioned on the end and the length of a span of time."""
 
     def __init__(self, hidden_size: int, latent_size: int, num_layers: int):
         super().__init__(hidden_size, latent_size, latent_size, num_layers)
@@ -35,8 +37,19 @@ class SpanDenoiser(Denoiser):
 
 
 class MeanFlowHead(DenoisingHead):
-    def __init__(self, hidden_size: int, latent_size: int, num_layers: int, *, num_model_samples: int = 8):
-        super().__init__(SpanDenoiser(hidden_size, latent_size, num_layers), latent_size, num_model_samples)
+    """Mean flow, beyond the paper: learns the mean velocity over a span of time; samples in one evaluation.
+
+    Example:
+        >>> head.sample(hidden, 8).shape  # hidden (B, L, H)
+        torch.Size([8, B, L, Z])
+    """
+
+    derivative_passes = 2  # torch.func.jvp computes values and their derivatives
+
+    def __init__(self, config: Any, autoencoder: Autoencoder | None = None):
+        super().__init__(
+            config, SpanDenoiser(config.hidden_size, config.latent_size, config.num_head_layers), autoencoder
+        )
 
     def sample(
         self, hidden: Tensor, num_samples: int = 1, generator: Source = None, noise: Tensor | None = None
@@ -48,10 +61,10 @@ class MeanFlowHead(DenoisingHead):
         velocity = self.denoiser(noise.to(hidden.dtype), whole, self.denoiser.condition(hidden))
         return (noise - velocity).to(hidden.dtype)
 
-    def loss(
+    def latent_loss(
         self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: Source = None
     ) -> Tensor:
-        """The squared error of the mean velocity, weighted, a mean over positions."""
+        """Adaptively weighted squared error of the mean velocity, a mean over positions."""
         target, noise = self.draw_pairs(hidden, posterior, generator)
         times = self._spans(hidden, generator)  # (N, ..., 2)
         moved = torch.lerp(target, noise, times[..., 1:]).to(hidden.dtype)
@@ -60,17 +73,17 @@ class MeanFlowHead(DenoisingHead):
             change = self._change(moved, velocity.to(hidden.dtype), times, condition.detach())
             goal = velocity - times.diff(dim=-1) * change.float()
         errors = ((self.denoiser(moved, times, condition).float() - goal) ** 2).mean(-1)
-        weighted = errors * (errors.detach() + STEADIER).rsqrt()
+        weighted = errors * (errors.detach() + ADAPTIVE_EPS).rsqrt()
         return masked_mean(weighted.mean(0), mask)
 
     def _spans(self, hidden: Tensor, generator: Source) -> Tensor:
-        """Where spans begin and end, (N, ..., 2): two logit-normal times, in three quarters of the cases the same."""
+        """Start and end of training spans (N, ..., 2): two logit-normal times, three quarters of them equal."""
         times = torch.sigmoid(draw_normal(generator, hidden, self.num_model_samples, 2) + MEAN_LOGIT).sort(-1).values
         no_length = draw_uniform(generator, hidden, self.num_model_samples, 1) < FLOW_SHARE
         return torch.where(no_length, times[..., 1:], times)
 
     def _change(self, moved: Tensor, velocity: Tensor, times: Tensor, condition: Tensor) -> Tensor:
-        """du/dt along the path: dx/dt is the velocity, the start of the span stays and its end moves."""
+        """du/dt along the path: dx/dt is the velocity; the start of the span is fixed, and its end moves."""
 
         def mean_velocity(x: Tensor, times: Tensor) -> Tensor:
             return self.denoiser(x, times, condition)

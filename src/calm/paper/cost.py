@@ -1,15 +1,15 @@
-"""Parameters, FLOPs and memory of a recipe, as in Table 1, split by part and by formula.
+"""Parameters, FLOPs, and memory of a recipe, as in Table 1, by part.
 
-A matrix of P parameters costs 2·P FLOPs a vector, and training costs three times the forward pass. Attention adds
-4·context·H a layer and position (scores and weighted values, on the whole context, as the paper counts). For a chunk:
+A matrix of P parameters costs 2·P FLOPs per vector, and training costs three times the forward pass. Attention adds
+4·context·H per layer and position (scores and weighted values, on the whole context, as the paper counts). Per chunk:
 
     backbone, chunk embedding    2·P
-    head                         2·P for each sample; the condition's share once for all N
+    head                         2·P per sample; the condition's share once for all N
     autoencoder                  training: the encoder, forward only, and its own training before;
                                  inference: the decoder
-    vocabulary projection        K·2·V·d of the decoder (a Transformer: 2·V·H a token)
+    vocabulary projection        K·2·V·d of the decoder (a Transformer: 2·V·H per token)
 
-Everything is divided by K. The models are built on the meta device: the counts are those of the real modules.
+Everything is divided by K. Each module counts for itself (`flops`, `cost`); models are built on the meta device.
 """
 
 from dataclasses import asdict, dataclass
@@ -18,21 +18,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from calm.autoencoder import Autoencoder, matmul_flops
 from calm.config import RunConfig, load_config, recipe_names
 from calm.data.shards import PreparedData
 from calm.errors import UserError
-from calm.heads import ChainHead
-from calm.models.autoencoder import ChunkAutoencoder
-from calm.models.calm import CalmForCausalLM
-from calm.sampling.vocabulary import SMALL
+from calm.heads.base import FORWARD_AND_BACKWARD, count_parameters
+from calm.model import Calm
 from calm.train.memory import training_memory
 from calm.train.stages import described_model
 
 PAPER_VOCABULARY = 128_257
-FORWARD_AND_BACKWARD = 3
-EIGHT_BITS = 1 / 4  # of an operation in 32 bits: what one in eight counts
+INT8_COST = 1 / 4  # of an int8 operation, relative to one in fp32
+MIN_SEARCHED_VOCABULARY = 2**14  # smaller ones are not searched (calm/cpu/search.py)
 
-TABLE_1 = {  # parameters, training FLOPs, inference FLOPs a token
+TABLE_1 = {  # parameters, training FLOPs, inference FLOPs per token
     "paper-transformer-s": (281e6, 6.6e20, 4.4e8),
     "paper-transformer-m": (465e6, 11.9e20, 7.9e8),
     "paper-transformer-l": (849e6, 22.5e20, 15.0e8),
@@ -44,7 +43,7 @@ TABLE_1 = {  # parameters, training FLOPs, inference FLOPs a token
 
 @dataclass
 class Part:
-    """One part of a model; FLOPs a token."""
+    """One part of a model."""
 
     parameters: int = 0
     train_flops_per_token: float = 0.0
@@ -54,16 +53,16 @@ class Part:
 @dataclass
 class Cost:
     name: str
-    parameters: int  # without the autoencoder, as the counts that Table 1 prints
+    parameters: int  # without the autoencoder, as in Table 1
     parameters_with_autoencoder: int
-    train_flops: float  # of the whole run, and of the autoencoder's
+    train_flops: float  # of the whole run and of the autoencoder's
     inference_flops_per_token: float
     vocabulary: int
     parts: dict[str, Part]
     peak_memory: float = 0.0  # bytes of one process in training
-    candidates: int = 1  # of a chunk, at low temperature: what the paper leaves out
+    candidates: int = 1  # per chunk at low temperature; not counted in the paper
     inference_flops_per_token_with_candidates: float | None = None
-    inference_flops_per_token_with_search: float | None = None  # the same, words found by bounds
+    inference_flops_per_token_with_search: float | None = None  # the same with int8 vocabulary search
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,12 +81,10 @@ def cost_of(
     _check_described(config, name)
     with torch.device("meta"):
         model = described_model(config, vocabulary)
-    if isinstance(model, ChunkAutoencoder):
+    if isinstance(model, Autoencoder):
         cost = _autoencoder_cost(name, config, model)
-    elif isinstance(model, CalmForCausalLM):
-        cost = _calm_cost(name, config, context, candidates, model)
     else:
-        cost = _transformer_cost(name, config, context, model)
+        cost = _language_model_cost(name, config, context, candidates, model)
     rows = config.data.batch_size / config.train.accumulation / processes
     cost.peak_memory = training_memory(model, config, rows, processes)
     return cost
@@ -99,16 +96,6 @@ def _vocabulary(config: RunConfig) -> int:
         return PreparedData(config.data.sets[0].path, verify=False).manifest["vocab_size"]
     except UserError:
         return PAPER_VOCABULARY
-
-
-def _matrices(*modules: nn.Module) -> int:
-    """Parameters that multiply a vector: all but embeddings, norms and biases."""
-    parts = [part for module in modules for part in module.modules() if not isinstance(part, nn.Embedding)]
-    return sum(p.numel() for part in parts for p in part.parameters(recurse=False) if p.ndim == 2)
-
-
-def _count(*modules: nn.Module) -> int:
-    return sum(p.numel() for module in modules for p in module.parameters())
 
 
 def _attention(config: Any, context: int) -> float:
@@ -123,82 +110,58 @@ def _check_described(config: RunConfig, name: str) -> None:
         raise UserError(f"{name} takes its model from a directory; calm cost counts models that a recipe describes")
 
 
-def _transformer_cost(name: str, config: RunConfig, context: int, model: Any) -> Cost:
-    head: Any = model.get_output_embeddings()
-    embedding: Any = model.get_input_embeddings()
-    layers = _count(model) - _count(embedding) - (0 if head.weight is embedding.weight else _count(head))
-    forward = {
-        "backbone": 2.0 * (_matrices(model) - head.weight.numel()),
-        "attention": _attention(model.config, context),
-        "vocabulary projection": 2.0 * head.weight.numel(),
-    }
-    sizes = {"backbone": layers, "token embedding": _count(embedding), "vocabulary projection": _count(head)}
-    parts = _parts(sizes, {n: FORWARD_AND_BACKWARD * f for n, f in forward.items()}, forward)
-    return _sum(name, config, model, parts)
-
-
-def _calm_cost(name: str, config: RunConfig, context: int, candidates: int, model: CalmForCausalLM) -> Cost:
-    size, samples = model.config.chunk_size, model.config.num_model_samples
-    once, evaluation, sample = _head_flops(model)
-    evaluations = _evaluations(model)
-    encoder, decoder, projection = _autoencoder_flops(model.autoencoder)
-    tokens: Any = model.chunk_embedding.tokens
-    embedding = _count(tokens) if tokens is not None else 0
-    own_words = 0
-    forward = {
-        "backbone": 2.0 * _matrices(model.backbone),
-        "attention": _attention(model.config.backbone_config, context),
-        "chunk embedding": 2.0 * _matrices(model.chunk_embedding),
-    }
-    training = {n: FORWARD_AND_BACKWARD * flops for n, flops in forward.items()}
-    training["autoencoder"] = encoder * (2 if model.chunk_embedding.reads_latents else 1)  # of targets, and of inputs
-    every = 2.0 * _matrices(model.head) - once  # in training samples have times of their own
-    if isinstance(model.head, ChainHead):
-        samples, decoder, training["autoencoder"] = 1, 0.0, training["autoencoder"] - encoder  # tokens, not latents
-        every = sample  # of the head's maps that every token has
-        own_words = _count(model.head.own_words) if model.head.own_words is not None else 0
-        passes = FORWARD_AND_BACKWARD if own_words else 2  # words that stay have no gradient
-        training["vocabulary projection"] = passes * projection * _share_of_words(config, model.config.vocab_size)
-    derivative = 2 if model.config.head == "mean-flow" else 0  # forward with values and their changes beside them
-    training["head"] = (FORWARD_AND_BACKWARD + derivative) * (once + samples * every)
-    inference = {
-        **forward,
-        "head": once + evaluations * (evaluation + sample),
-        "autoencoder": decoder,
-        "vocabulary projection": projection,
-    }
-    sizes = {
-        "backbone": _count(model.backbone),
-        "token embedding": embedding,
-        "chunk embedding": _count(model.chunk_embedding) - embedding,
-        "head": _count(model.head) - own_words,
-        "vocabulary projection": own_words,
-        "autoencoder": _count(model.autoencoder),
-    }
+def _language_model_cost(name: str, config: RunConfig, context: int, candidates: int, model: Any) -> Cost:
+    """A CALM model or a Transformer, which asks each of its parts for its share."""
+    size = model.chunk_size
+    share = _subset_share(config, model.vocab_size)
+    head = model.head.cost(share)
+    backbone_config = getattr(model.config, "backbone_config", model.config)
+    forward = {"backbone": matmul_flops(*model.backbone.layers), "attention": _attention(backbone_config, context)}
+    inside = [part for part in model.backbone.modules() if isinstance(part, nn.Embedding)]  # a Transformer's tokens
+    embedding = count_parameters(*inside)
+    sizes = {"backbone": count_parameters(model.backbone) - embedding, "token embedding": embedding}
+    frozen = 0.0
+    if isinstance(model, Calm):
+        chunk_embedding = model.chunk_embedding
+        tokens = 0 if chunk_embedding.tokens is None else count_parameters(chunk_embedding.tokens)
+        forward["chunk embedding"] = matmul_flops(chunk_embedding)
+        sizes |= {"token embedding": tokens, "chunk embedding": count_parameters(chunk_embedding) - tokens}
+        frozen = model.autoencoder.flops()[0] if chunk_embedding.reads_latents else 0.0  # of the inputs
+    sizes |= head.parameters
+    if isinstance(model, Calm):
+        sizes["autoencoder"] = count_parameters(model.autoencoder)
+    training = {part: FORWARD_AND_BACKWARD * flops for part, flops in forward.items()} | {"autoencoder": frozen}
+    for part, flops in head.training.items():
+        training[part] = training.get(part, 0.0) + flops
+    inference = forward | head.generation
     parts = _parts(sizes, {n: f / size for n, f in training.items()}, {n: f / size for n, f in inference.items()})
+    if not isinstance(model, Calm):
+        del parts["autoencoder"]
     cost = _sum(name, config, model, parts)
-    cost.train_flops += _autoencoder_training(config, model.config.vocab_size)
-    candidates = 1 if model.config.is_chain else candidates  # it needs no others at any temperature
-    before = cost.inference_flops_per_token - projection / size
-    more = before + (candidates - 1) * (evaluations * sample + decoder) / size
-    cost.inference_flops_per_token_with_candidates = more + candidates * projection / size
-    cost.inference_flops_per_token_with_search = more + candidates * projection * _searched(model) / size
-    cost.candidates = candidates
+    if isinstance(model, Calm):
+        cost.train_flops += _autoencoder_training(config, model.vocab_size)
+        _add_candidates(cost, model, head.candidate, candidates)
     return cost
 
 
-def _searched(model: CalmForCausalLM) -> float:
-    """The share of a vocabulary projection that an exact search for the most probable word computes."""
-    read_whole = model.config.vocab_size <= SMALL or model.config.is_chain  # a chain needs every word's probability
-    return 1.0 if read_whole else EIGHT_BITS  # the words that its bounds leave are too few to count
+def _add_candidates(cost: Cost, model: Calm, candidate: dict[str, float], candidates: int) -> None:
+    """What further candidates cost at a lower temperature, with and without the int8 vocabulary search."""
+    size, candidates = model.chunk_size, candidates if candidate else 1
+    projection = cost.parts["vocabulary projection"].inference_flops_per_token
+    others = sum(flops for part, flops in candidate.items() if part != "vocabulary projection") / size
+    fixed = cost.inference_flops_per_token - projection + (candidates - 1) * others
+    searched = INT8_COST if candidate and model.vocab_size > MIN_SEARCHED_VOCABULARY else 1.0
+    cost.inference_flops_per_token_with_candidates = fixed + candidates * projection
+    cost.inference_flops_per_token_with_search = fixed + candidates * projection * searched
+    cost.candidates = candidates
 
 
-def _share_of_words(config: RunConfig, vocabulary: int) -> float:
-    """Of the vocabulary, what the sums of a chain head run over: at most a word for each token of a batch."""
+def _subset_share(config: RunConfig, vocab_size: int) -> float:
+    """Share of the vocabulary that a sampled softmax sums over: at most one entry for each token of a batch."""
     sample = config.language_model.vocabulary_sample
     if sample is None:
         return 1.0
-    return min(1.0, (config.data.batch_size * config.data.sequence_length + sample) / vocabulary)
+    return min(1.0, (config.data.batch_size * config.data.sequence_length + sample) / vocab_size)
 
 
 def _autoencoder_training(config: RunConfig, vocabulary: int) -> float:
@@ -208,53 +171,16 @@ def _autoencoder_training(config: RunConfig, vocabulary: int) -> float:
     return cost_of(recipe, load_config(recipe), vocabulary=vocabulary).train_flops if recipe in recipe_names() else 0.0
 
 
-def _autoencoder_cost(name: str, config: RunConfig, model: ChunkAutoencoder) -> Cost:
-    encoder, decoder, projection = (flops / model.config.chunk_size for flops in _autoencoder_flops(model))
+def _autoencoder_cost(name: str, config: RunConfig, model: Autoencoder) -> Cost:
+    encoder, decoder, projection = (flops / model.config.chunk_size for flops in model.flops())
     forward = {"encoder": encoder, "decoder": decoder, "vocabulary projection": projection}
     sizes = {
-        "encoder": _count(model.encoder),
-        "decoder": _count(model.decoder),
-        "token embedding": _count(model.embedding),
+        "encoder": count_parameters(model.encoder),
+        "decoder": count_parameters(model.decoder),
+        "token embedding": count_parameters(model.embedding),
     }
     parts = _parts(sizes, {n: FORWARD_AND_BACKWARD * f for n, f in forward.items()}, forward)
     return _sum(name, config, model, parts)
-
-
-def _head_flops(model: CalmForCausalLM) -> tuple[float, float, float]:
-    """Of a position: what is done once, what in each evaluation of the network, and what for each sample in it.
-
-    In sampling all samples share the time of a denoiser, and with it the modulation; the embedding of the time itself
-    is one vector for all positions and costs nothing.
-    """
-    if isinstance(model.head, ChainHead):  # each of the K tokens goes through all but the map of the hidden state
-        once = _matrices(model.head.hidden)
-        return 2.0 * once, 0.0, 2.0 * model.config.chunk_size * (_matrices(model.head) - once)
-    sums = {"once": 0, "evaluation": 0, "sample": 0}
-    for path, part in model.head.named_modules():
-        if isinstance(part, nn.Linear) and not {"time", "span"} & set(path.split(".")):
-            name = path.rsplit(".", 1)[-1]
-            kind = {"condition": "once", "fuse_condition": "once", "modulation": "evaluation"}.get(name, "sample")
-            sums[kind] += part.weight.numel()
-    return 2.0 * sums["once"], 2.0 * sums["evaluation"], 2.0 * sums["sample"]
-
-
-def _evaluations(model: CalmForCausalLM) -> int:
-    """How often the network of a head runs for one sample."""
-    config = model.config
-    if config.head in ("energy", "mean-flow", "chain"):
-        return 1
-    return config.num_sampling_steps * (2 if config.head == "flow" and config.sampler == "midpoint" else 1)
-
-
-def _autoencoder_flops(model: ChunkAutoencoder) -> tuple[float, float, float]:
-    """Of one chunk: encoder, decoder without its projection on the vocabulary, and that."""
-    config = model.config
-    size = config.chunk_size
-    encoder = size * _matrices(model.encoder.token_layers)
-    encoder += _matrices(model.encoder.squeeze, model.encoder.chunk_layers, model.encoder.posterior)
-    decoder = size * _matrices(model.decoder.token_layers)
-    decoder += _matrices(model.decoder.latent, model.decoder.chunk_layers, model.decoder.expand)
-    return 2.0 * encoder, 2.0 * decoder, 2.0 * size * config.vocab_size * config.hidden_size
 
 
 def _parts(sizes: dict[str, int], training: dict[str, float], inference: dict[str, float]) -> dict[str, Part]:
@@ -264,10 +190,10 @@ def _parts(sizes: dict[str, int], training: dict[str, float], inference: dict[st
 
 def _sum(name: str, config: RunConfig, model: Any, parts: dict[str, Part]) -> Cost:
     tokens = config.train.steps * config.data.batch_size * config.data.sequence_length
-    everything = _count(model)
+    everything = count_parameters(model)
     return Cost(
         name,
-        everything - (_count(model.autoencoder) if isinstance(model, CalmForCausalLM) else 0),
+        everything - (count_parameters(model.autoencoder) if isinstance(model, Calm) else 0),
         everything,
         tokens * sum(part.train_flops_per_token for part in parts.values()),
         sum(part.inference_flops_per_token for part in parts.values()),

@@ -1,5 +1,5 @@
-"""What experiments take from a run: scores on text it has not seen, reconstruction, a point of the accuracy-diversity
-plane, the time of a training step, or the cost by formula. Answers are plain objects, which results.json keeps.
+"""What experiments measure of a run: scores on held-out text, reconstruction, a point of the accuracy-diversity plane,
+the time of a training step, or the cost by formula. Results are plain objects, which results.json keeps.
 """
 
 import json
@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
+from calm.checkpoint import load_calm, load_transformer
 from calm.config import RunConfig
 from calm.distributed import World
 from calm.evaluate.language_models import Options, evaluate_language_models
-from calm.evaluate.report import evaluate_autoencoder
-from calm.evaluate.tradeoff import calm_samples, measure, softmax_samples, windows
-from calm.models.loading import load_calm, load_softmax
+from calm.evaluate.reconstruction import evaluate_autoencoder
+from calm.evaluate.tradeoff import calm_samples, hidden_states, measure, transformer_samples, windows
+from calm.generate.sampler import SamplingParams
 from calm.paper.cost import cost_of
 from calm.paper.runs import Run, digest
 from calm.paper.scales import Scale
-from calm.sampling.next_chunk import Sampling
 from calm.train.optimizer import adamw
 from calm.train.stages import STAGES
 
-DRAWS, TOGETHER = 4, 50  # of the accuracy-diversity plane: choices at a position, positions at once
+DRAWS, BATCH_SIZE = 4, 50  # samples per position, and batch size, of the accuracy-diversity plane
 TIMED_STEPS = 8
 
 
@@ -46,19 +46,19 @@ class Measure:
 
     @property
     def is_seeded(self) -> bool:
-        """Whether it is repeated with every seed; what has error bars of its own, or none, is not."""
+        """Whether it is repeated with every seed."""
         return self.kind == "scores"
 
     @property
     def runs(self) -> list[Run]:
-        """Those that must be trained before, in this order."""
+        """Runs that must be trained before, in this order."""
         below = [self.run.autoencoder] if self.run.autoencoder is not None else []
         return {"cost": [], "step-time": below}.get(self.kind, [*below, self.run])
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where things are when a measure is taken."""
+    """Where a measure finds the run and its data."""
 
     config: RunConfig
     model: Path
@@ -68,7 +68,7 @@ class Place:
 
 
 def scores(run: Run, scale: Scale, *, stride: int | None = None, **changes: Any) -> Measure:
-    """BrierLM with the sums of every document; `changes` are fields of the model's config that matter in sampling."""
+    """BrierLM with the sums of every document; `changes` are fields of the model's config that affect sampling."""
     options = {
         "split": scale.split,
         "samples": scale.samples,
@@ -84,7 +84,7 @@ def reconstruction(run: Run, scale: Scale) -> Measure:
 
 
 def on_autoencoder(below: Run, scale: Scale) -> tuple[Measure, Measure]:
-    """What an autoencoder gives: the scores of the base model on it, and its own reconstruction."""
+    """Scores of the base model on an autoencoder, and its reconstruction."""
     return scores(scale.calm(autoencoder=below), scale), reconstruction(below, scale)
 
 
@@ -98,7 +98,7 @@ def repeated_from_the_autoencoder_on(scale: Scale, seed: int) -> Measure:
 
 
 def tradeoff(run: Run, scale: Scale, temperature: float, candidates: int | None = None) -> Measure:
-    """Accuracy and collision by Algorithm 2; of a Transformer by its softmax."""
+    """Accuracy and collision: Algorithm 2 for a CALM model, the softmax for a Transformer."""
     options = {"split": scale.split, "positions": scale.positions, "temperature": temperature, "candidates": candidates}
     return Measure("tradeoff", run, tuple(options.items()))
 
@@ -118,8 +118,8 @@ def _scores(
     with tempfile.TemporaryDirectory() as aside:
         model = _changed(place, changes, Path(aside)) if changes else place.model
         answer = evaluate_language_models([model], place.data, split, options, place.world, place.report)
-    (found,) = answer["models"].values()
-    return {name: found[name] for name in ("sums", "cross_entropy") if name in found}
+    (model_scores,) = answer["models"].values()
+    return {name: model_scores[name] for name in ("sums", "cross_entropy") if name in model_scores}
 
 
 def _changed(place: Place, changes: dict[str, Any], aside: Path) -> Path:
@@ -133,26 +133,26 @@ def _changed(place: Place, changes: dict[str, Any], aside: Path) -> Path:
 
 
 def _reconstruction(place: Place, split: str) -> dict[str, Any]:
-    found = evaluate_autoencoder(place.model, place.data, split)
+    metrics = evaluate_autoencoder(place.model, place.data, split)
     names = ("token_accuracy", "chunk_accuracy", "mean_sigma", "collapsed_dimensions", "latent_size", "tokens")
-    return {name: found[name] for name in names}
+    return {name: metrics[name] for name in names}
 
 
 @torch.no_grad()
 def _tradeoff(place: Place, split: str, positions: int, temperature: float, candidates: int | None) -> dict[str, Any]:
     texts, targets = windows(place.data, positions, split)
     if place.config.stage == "transformer":
-        model: Any = load_softmax(place.model).eval()
-        return measure(softmax_samples(model, texts, temperature, 2 * DRAWS, TOGETHER), targets)
-    model = load_calm(place.model).eval()
-    hidden = torch.cat([model.hidden_states(part)[:, -1] for part in texts.split(TOGETHER)])
-    how = Sampling(temperature, candidates, "batch") if candidates not in (None, 1) else Sampling()
-    samples, spent = calm_samples(model, hidden, how.of(model.config), DRAWS, TOGETHER)
-    return measure(samples, targets) | spent
+        model: Any = load_transformer(place.model)
+        return measure(transformer_samples(model, texts, temperature, 2 * DRAWS, BATCH_SIZE), targets)
+    model = load_calm(place.model)
+    hidden = hidden_states(model, texts, BATCH_SIZE)
+    params = SamplingParams(temperature, candidates, "batch") if candidates not in (None, 1) else SamplingParams()
+    samples, costs = calm_samples(model, hidden, params.resolve(model.head), DRAWS, BATCH_SIZE)
+    return measure(samples, targets) | costs
 
 
 def _step_time(place: Place) -> dict[str, Any]:
-    """Seconds of processor time of a training step, the median of a few: other programs do not count."""
+    """Median CPU time of a training step, which other programs do not affect."""
     torch.manual_seed(place.config.seed)
     stage = STAGES[place.config.stage](place.config, place.world)
     settings, model = place.config.optimizer, stage.model.train()
@@ -160,8 +160,8 @@ def _step_time(place: Place) -> dict[str, Any]:
     seconds = []
     for step in range(TIMED_STEPS):
         share, began = stage.read(step), time.process_time()
-        for part in stage.parts(share):
-            model(**part).loss.backward()
+        for part in stage.micro_batches(share):
+            model(**part)["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.process_time() - began)
@@ -170,13 +170,13 @@ def _step_time(place: Place) -> dict[str, Any]:
 
 def _cost(place: Place, candidates: int) -> dict[str, Any]:
     context = place.config.data.sequence_length // place.config.data.chunk_size
-    found = cost_of("", place.config, context, candidates)
+    costs = cost_of("", place.config, context, candidates)
     return {
-        "parameters": found.parameters,
-        "train_flops": found.train_flops,
-        "inference_flops": found.inference_flops_per_token,
-        "inference_flops_with_candidates": found.inference_flops_per_token_with_candidates,
-        "inference_flops_with_search": found.inference_flops_per_token_with_search,
+        "parameters": costs.parameters,
+        "train_flops": costs.train_flops,
+        "inference_flops": costs.inference_flops_per_token,
+        "inference_flops_with_candidates": costs.inference_flops_per_token_with_candidates,
+        "inference_flops_with_search": costs.inference_flops_per_token_with_search,
     }
 
 
@@ -189,5 +189,5 @@ TAKE: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-def take(wanted: Measure, place: Place) -> dict[str, Any]:
-    return TAKE[wanted.kind](place, **dict(wanted.options))
+def take(measure: Measure, place: Place) -> dict[str, Any]:
+    return TAKE[measure.kind](place, **dict(measure.options))

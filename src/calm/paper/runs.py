@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from calm.config import RunConfig, load_config
+from calm.config import RunConfig, changed_values, load_config
 
 NO_EFFECT_ON_WEIGHTS = {  # fields of the train section that are not part of the key
     *("log_every", "evaluate_every", "evaluation_batches", "checkpoint_every", "keep_checkpoints"),
@@ -79,6 +79,6 @@ def _base_config(run: Run) -> RunConfig:
 
 @cache
 def _key(run: Run, text: str) -> str:
-    values = run.base_config.model_dump(mode="json", exclude_defaults=True)
+    values = changed_values(run.base_config)
     values["train"] = {name: value for name, value in values["train"].items() if name not in NO_EFFECT_ON_WEIGHTS}
     return digest([values, text, run.autoencoder and run.autoencoder.key(text)])

@@ -15,7 +15,7 @@ import numpy as np
 from calm.evaluate.brier_lm import BrierLM, Score
 from calm.paper.experiment import Experiment, Row
 from calm.paper.runs import Run
-from calm.scores.brier import LONGEST
+from calm.scores.brier import MAX_NGRAM
 
 Z_95 = 1.96  # half-width of a normal 95% interval in standard errors
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, for 2, 3, … samples
@@ -94,7 +94,7 @@ class Table:
         if line.failed:
             return Verdict(claim, YES, f"{label}: training diverged")
         parts = {
-            n: line.values[f"brier_{n}"].widened(self.seed_margin(f"brier_{n}") or 0.0) for n in range(1, LONGEST + 1)
+            n: line.values[f"brier_{n}"].widened(self.seed_margin(f"brier_{n}") or 0.0) for n in range(1, MAX_NGRAM + 1)
         }
         lowest = min(parts, key=lambda n: parts[n].bounds[2])
         if parts[lowest].bounds[2] <= 0:
@@ -119,7 +119,7 @@ class Table:
         difference = Value.of(first.brier.compare(second.brier)[column])
         counts = len(first.briers), len(second.briers)
         pairs = zip(first.briers, second.briers, strict=True) if counts[0] == counts[1] else ()
-        by_seed = [a.compare(b, redraws=2)[column].value for a, b in pairs]
+        by_seed = [a.compare(b, resamples=2)[column].value for a, b in pairs]
         factor = 0.0 if first.run == second.run else math.sqrt(sum(1 / count for count in counts))
         difference = difference.widened(factor * (self.seed_margin(column) or 0.0))
         numbers = f"{title}: {first.row.label} - {second.row.label} = {_formatted(difference, '+')}"
@@ -127,7 +127,7 @@ class Table:
 
     def seed_margin(self, column: str) -> float | None:
         """Half-width of the 95% interval of a score across training seeds; None if it is undefined for any seed."""
-        values = [brier.compute(redraws=2)[column].value for brier in self.repeats]
+        values = [brier.compute(resamples=2)[column].value for brier in self.repeats]
         if None in values:
             return None
         return T_95[len(values) - 2] * statistics.stdev(values) if len(values) > 1 else 0.0
@@ -189,7 +189,7 @@ def _line(row: Row, results: list[list[dict[str, Any]]], experiment: Experiment)
 
 def _brier_values(line: Line) -> dict[str, Value]:
     scores = line.brier.compute()
-    seeds = [brier.compute(redraws=2) for brier in line.briers]
+    seeds = [brier.compute(resamples=2) for brier in line.briers]
     return {
         name: Value.of(score, tuple(each[name].value for each in seeds))
         for name, score in scores.items()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from calm.config import CONFIG_FILE, load_config
-from calm.evaluate.report import plot_robustness, plot_scores
+from calm.evaluate.plots import plot_robustness, plot_scores
 from calm.train.tracking import METRICS, read_metrics
 
 COLOURS = {"calm": "tab:blue", "transformer": "tab:orange"}

@@ -7,27 +7,27 @@ from typing import Any
 import numpy as np
 import torch
 
+from calm.checkpoint import load_calm, load_transformer
 from calm.data.shards import PreparedData
 from calm.distributed import World
 from calm.evaluate.language_models import Options, evaluate_language_models
-from calm.evaluate.report import evaluate_autoencoder
-from calm.evaluate.tradeoff import CONTEXT, calm_samples, measure, softmax_samples, windows
-from calm.models.loading import load_calm, load_softmax
+from calm.evaluate.reconstruction import evaluate_autoencoder
+from calm.evaluate.tradeoff import CONTEXT, calm_samples, hidden_states, measure, transformer_samples, windows
+from calm.generate.sampler import SamplingParams
+from calm.generate.text import TextGenerator
 from calm.paper.cost import cost_of
 from calm.quickstart.plan import STAGES, Plan, model_of
-from calm.sampling.next_chunk import Sampling
-from calm.sampling.text import Writer
 
 SAMPLES = 4  # per position of the test text, with a context as long as a training sequence
 TOKENS_PER_MINUTE, MIN_TOKENS = 4_000, 4_000  # test tokens to score
-MAX_POSITIONS, DRAWS, TOGETHER = 300, 4, 50  # accuracy-diversity trade-off: positions, draws, batch size
+MAX_POSITIONS, DRAWS, BATCH_SIZE = 300, 4, 50  # accuracy-diversity trade-off: positions, draws, batch size
 TEMPERATURES = (1.0, 0.8, 0.6, 0.5, 0.4)
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 16, 96
 
 
 def reconstruction(plan: Plan, output: Path) -> dict[str, Any]:
-    found = evaluate_autoencoder(model_of(output, "autoencoder"), output / "data", "test")
-    return {**found, "training_steps": plan.steps("autoencoder")}
+    metrics = evaluate_autoencoder(model_of(output, "autoencoder"), output / "data", "test")
+    return {**metrics, "training_steps": plan.steps("autoencoder")}
 
 
 def scores(plan: Plan, output: Path, world: World, report: Any) -> dict[str, Any]:
@@ -41,56 +41,45 @@ def scores(plan: Plan, output: Path, world: World, report: Any) -> dict[str, Any
 @torch.no_grad()
 def tradeoff(plan: Plan, output: Path) -> list[dict[str, Any]]:
     """Accuracy and collision of both models at several temperatures."""
-    positions = min(MAX_POSITIONS, max(TOGETHER, round(plan.minutes * MAX_POSITIONS / 15)))
+    positions = min(MAX_POSITIONS, max(BATCH_SIZE, round(plan.minutes * MAX_POSITIONS / 15)))
     texts, targets = windows(output / "data", positions, "test")
-    model: Any = load_calm(model_of(output, "calm")).eval()
-    baseline: Any = load_softmax(model_of(output, "transformer")).eval()
-    hidden = torch.cat([model.hidden_states(part)[:, -1] for part in texts.split(TOGETHER)])
-    found = []
+    model, baseline = load_calm(model_of(output, "calm")), load_transformer(model_of(output, "transformer"))
+    hidden = hidden_states(model, texts, BATCH_SIZE)
+    points = []
     for temperature in TEMPERATURES:
-        sampling = Sampling(temperature).of(model.config)
-        chunks, _ = calm_samples(model, hidden, sampling, DRAWS, TOGETHER)
-        found.append({"model": "calm", "temperature": temperature, **measure(chunks, targets)})
-        chunks = softmax_samples(baseline, texts, temperature, DRAWS, TOGETHER)
-        found.append({"model": "transformer", "temperature": temperature, **measure(chunks, targets)})
-    return found
+        params = SamplingParams(temperature).resolve(model.head)
+        chunks, _ = calm_samples(model, hidden, params, DRAWS, BATCH_SIZE)
+        points.append({"model": "calm", "temperature": temperature, **measure(chunks, targets)})
+        chunks = transformer_samples(baseline, texts, temperature, DRAWS, BATCH_SIZE)
+        points.append({"model": "transformer", "temperature": temperature, **measure(chunks, targets)})
+    return points
 
 
-@torch.no_grad()
 def samples(output: Path, seed: int) -> list[dict[str, Any]]:
     """Continuations of the beginnings of test documents by both models, without selection."""
     data = PreparedData(output / "data", verify=False)
     prompts = _beginnings(data)
-    writer = Writer(model_of(output, "calm"))
-    baseline: Any = load_softmax(model_of(output, "transformer")).eval()
-    found = []
+    generators = {stage: TextGenerator(model_of(output, stage)) for stage in ("calm", "transformer")}
+    results = []
     for temperature in (1.0, 0.5):
-        began = time.perf_counter()
-        pieces: list[list[str]] = [[] for _ in prompts]
-        for piece in writer.write(prompts, Sampling(temperature), max_new_tokens=NEW_TOKENS, seed=seed):
-            pieces[piece.number].append(piece.text)
-        seconds = time.perf_counter() - began
-        torch.manual_seed(seed)
+        texts, seconds = {}, {}
+        for stage, generator in generators.items():
+            start = time.perf_counter()
+            chunks: list[list[str]] = [[] for _ in prompts]
+            for delta in generator.stream(prompts, SamplingParams(temperature), max_new_tokens=NEW_TOKENS, seed=seed):
+                chunks[delta.index].append(delta.text)
+            texts[stage], seconds[stage] = chunks, time.perf_counter() - start
         for number, prompt in enumerate(prompts):
-            ids = baseline.generate(
-                torch.tensor([prompt]),
-                max_new_tokens=NEW_TOKENS,
-                do_sample=True,
-                temperature=temperature,
-                top_k=0,
-                eos_token_id=data.tokenizer.eos_token_id,
-                pad_token_id=data.tokenizer.pad_token_id,
-            )[0, len(prompt) :].tolist()
-            found.append(
+            results.append(
                 {
                     "prompt": data.tokenizer.decode(prompt),
                     "temperature": temperature,
-                    "calm": pieces[number],
-                    "transformer": data.tokenizer.decode([i for i in ids if i != data.tokenizer.eos_token_id]),
-                    "seconds": round(seconds, 2),
+                    "calm": texts["calm"][number],
+                    "transformer": "".join(texts["transformer"][number]),
+                    "seconds": round(seconds["calm"], 2),
                 }
             )
-    return found
+    return results
 
 
 def _beginnings(data: PreparedData) -> list[list[int]]:
@@ -104,9 +93,9 @@ def _beginnings(data: PreparedData) -> list[list[int]]:
 
 def costs(plan: Plan, output: Path) -> list[dict[str, Any]]:
     """Parameters and FLOPs of each model, with a context as long as a training sequence."""
-    found = []
+    results = []
     for stage in STAGES:
         config = plan.run(stage, output)
         steps = config.data.sequence_length // config.data.chunk_size
-        found.append(cost_of(stage, config, context=steps).as_json())
-    return found
+        results.append(cost_of(stage, config, context=steps).as_json())
+    return results

@@ -9,7 +9,7 @@ from calm.config import CONFIG_FILE
 from calm.pages import image, page, table
 from calm.quickstart import figures
 from calm.quickstart.plan import model_of
-from calm.scores.brier import LONGEST
+from calm.scores.brier import MAX_NGRAM
 
 STYLE = """
 .row { display: flex; flex-wrap: wrap; gap: 1rem; align-items: flex-start; margin: 1rem 0; }
@@ -76,7 +76,7 @@ def next_commands(output: Path) -> str:
 
 
 def _scores(answer: dict[str, Any]) -> str:
-    names = {f"brier_{n}": f"Brier-{n}" for n in range(1, LONGEST + 1)} | {"brier_lm": "BrierLM"}
+    names = {f"brier_{n}": f"Brier-{n}" for n in range(1, MAX_NGRAM + 1)} | {"brier_lm": "BrierLM"}
     rows = [[title, *(_score(model[name]) for model in answer["models"].values())] for name, title in names.items()]
     return table(["percent (95% interval)", *answer["models"]], rows)
 

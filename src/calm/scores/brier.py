@@ -10,16 +10,23 @@ import math
 import torch
 from torch import Tensor
 
-LONGEST = 4  # tokens of the longest n-gram in BrierLM
+MAX_NGRAM = 4  # longest n-gram of BrierLM
 
 
 def brier(sample_a: Tensor, sample_b: Tensor, target: Tensor) -> Tensor:
-    """Unbiased estimates of Brier-1 to Brier-n from two samples: three (..., n) id tensors → (..., n)."""
+    """Unbiased estimates of Brier-1 to Brier-n from two independent samples.
+
+    Args:
+        sample_a, sample_b, target: token ids (..., n).
+
+    Returns:
+        (..., n), in [-1, 2]; the mean over positions is the score.
+    """
     return brier_of_samples(torch.stack([sample_a, sample_b]), target)
 
 
 def brier_of_samples(samples: Tensor, target: Tensor) -> Tensor:
-    """The same from any number of samples (N, ..., n): unbiased, with less variance the more there are."""
+    """The same from N samples (N, ..., n): unbiased, with less variance for larger N."""
     accuracy, collision = accuracy_and_collision(samples, target)
     return 2 * accuracy - collision
 
@@ -27,14 +34,14 @@ def brier_of_samples(samples: Tensor, target: Tensor) -> Tensor:
 def accuracy_and_collision(samples: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Unbiased P(y), over all samples, and Σ P(x)², over all pairs of them, for n-grams: (..., n) and (..., n)."""
     count, n = len(samples), target.shape[-1]
-    if count < 2 or n > LONGEST:
-        raise ValueError(f"needs at least 2 samples of at most {LONGEST} tokens, not {count} of {n}")
+    if count < 2 or n > MAX_NGRAM:
+        raise ValueError(f"needs at least 2 samples of at most {MAX_NGRAM} tokens, not {count} of {n}")
     accuracy = _equal_ngrams(samples, target).mean(0)
     return accuracy, _equal_ngrams(*pairs(samples)).mean(0)
 
 
 def pairs(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Both sides of all pairs of different samples: (N, ...) → (N·(N-1)/2, ...) twice."""
+    """All pairs of different samples: (N, ...) → (N·(N-1)/2, ...) twice."""
     left, right = torch.combinations(torch.arange(len(samples), device=samples.device)).unbind(-1)
     return samples[left], samples[right]
 
@@ -45,9 +52,9 @@ def _equal_ngrams(left: Tensor, right: Tensor) -> Tensor:
 
 
 def brier_lm(scores: Tensor) -> float | None:
-    """100 times the geometric mean of mean Brier-1 to Brier-4; None where one of them is not positive."""
-    if len(scores) != LONGEST:
-        raise ValueError(f"BrierLM is made of Brier-1 to Brier-{LONGEST}, not of {len(scores)} scores")
+    """100 times the geometric mean of mean Brier-1 to Brier-4; None if one of them is not positive."""
+    if len(scores) != MAX_NGRAM:
+        raise ValueError(f"BrierLM needs Brier-1 to Brier-{MAX_NGRAM}, not {len(scores)} scores")
     if bool((scores <= 0).any()):
         return None
     return 100 * math.exp(scores.double().log().mean().item())

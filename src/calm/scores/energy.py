@@ -1,63 +1,73 @@
-"""The energy score of §3.3 as a loss: samples near the target, and no nearer to each other than they should be.
+"""The energy score of §3.3 as a loss: samples should be close to the target, and as far from each other as it spreads.
 
     loss = 2·E|x - z|^α - E|x - x'|^α        x, x' from the model, z from the autoencoder's posterior
 
-The first term, fidelity, is taken over M samples z, or in closed form, without variance and at the cost of M = 1: the
-squared distance Q = |x - z|² to a Gaussian has mean S and variance k2, and E Q^p (p = α/2) follows from them while its
-spread is small. Where it is not (S² < 20·k2: few dimensions, or a few noisy ones) an integral takes over:
+The first term, fidelity, is estimated from M samples z, or computed in closed form, without variance and at the cost of
+M = 1: the squared distance Q = |x - z|² to a Gaussian has mean S and variance k2, and E Q^p (p = α/2) follows from them
+if its relative variance is small. If it is not (S² < 20·k2: few dimensions, or a few noisy ones) an integral is used:
 
     E Q^p = E G^p + p/Γ(1-p) ∫ (φ_G(t) - φ_Q(t)) t^(-p-1) dt
 
-with φ the Laplace transforms, known for Q, and for a gamma variable G of the same mean and variance; what is left for
-the integral is small and smooth.
+with φ the Laplace transforms, known for Q and for a gamma variable G of the same mean and variance; the remaining
+integrand is small and smooth.
 """
 
 import math
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from calm.errors import ConfigError
-from calm.models.posterior import Posterior
 from calm.noise import Source, draw_normal
 
-CONCENTRATED = 20.0  # S²/k2 from which the expansion is good to 1e-3
-SMALLEST = 1e-15  # squared distances below it have no spread worth counting, and their squares vanish in fp32
-NODES = torch.linspace(-6.0, 14.0, 21)  # log(t·S) of the integral's nodes: exact to 1e-5
-SLICE_ELEMENTS = 2**19  # numbers of samples and targets that are compared at once
+if TYPE_CHECKING:  # the autoencoder is built on scores
+    from calm.autoencoder import Posterior
+
+CONCENTRATED = 20.0  # S²/k2 above which the expansion is accurate to 1e-3
+SMALLEST = 1e-15  # squared distances below it are treated as exact: their squares underflow in fp32
+NODES = torch.linspace(-6.0, 14.0, 21)  # log(t·S) at the integral's nodes: accurate to 1e-5
+SLICE_ELEMENTS = 2**19  # elements of samples and targets that are compared at once
 INTEGRAL_ELEMENTS = 2**20  # (elements × nodes × Z) held at once
 
 
 def check_energy(alpha: float, num_samples: int) -> str | None:
-    """Refuse what is no scoring rule; return a warning for what is known to train badly."""
+    """Refuse what is not a proper scoring rule; returns a warning for what is known to train badly."""
     if not 0 < alpha <= 2:
-        raise ConfigError(f"alpha must lie in (0, 2]: the energy score is no proper scoring rule for alpha = {alpha}")
+        raise ConfigError(f"alpha must be in (0, 2]: the energy score is not a proper scoring rule for alpha = {alpha}")
     if num_samples < 2:
         raise ConfigError(
             f"the energy loss compares model samples with each other: it needs at least 2, not {num_samples}"
         )
     if alpha == 2:
-        return "alpha = 2 is proper but not strictly: only the mean of the samples is learnt, not their distribution"
+        return "alpha = 2 is proper, but not strictly: the model learns only the mean of the distribution"
     if alpha < 1:
-        return f"alpha = {alpha}: below 1 gradients explode where samples meet, and the paper's runs failed"
+        return f"alpha = {alpha}: below 1 gradients explode where samples coincide, and the paper's runs failed"
     return None
 
 
 def energy_loss(
     samples: Tensor,
-    posterior: Posterior,
+    posterior: "Posterior",
     *,
     alpha: float = 1.0,
     num_target_samples: int | None = None,
     target_noise: Tensor | None = None,
     generator: Source = None,
 ) -> Tensor:
-    """Model samples (N, ..., Z) and the posterior of the target (..., Z) → loss (...).
+    """The energy loss at each position.
 
-    The target term is in closed form, or over `num_target_samples` (M) draws, or over given noise (M, ..., Z).
+    Args:
+        samples: model samples (N, ..., Z), N at least 2.
+        posterior: of the target, mean and log_std (..., Z).
+        alpha: exponent in (0, 2].
+        num_target_samples: M, samples of the target; None: closed form.
+        target_noise: standard normal noise for the target samples (M, ..., Z).
+
+    Returns:
+        (...)
     """
     fidelity, diversity = energy_terms(
         samples,
@@ -72,14 +82,14 @@ def energy_loss(
 
 def energy_terms(
     samples: Tensor,
-    posterior: Posterior,
+    posterior: "Posterior",
     *,
     alpha: float = 1.0,
     num_target_samples: int | None = None,
     target_noise: Tensor | None = None,
     generator: Source = None,
 ) -> tuple[Tensor, Tensor]:
-    """2·E|x - z|^α and E|x - x'|^α, whose difference is the loss: (...) and (...)."""
+    """Fidelity 2·E|x - z|^α and diversity E|x - x'|^α, whose difference is the loss: (...) and (...)."""
     check_energy(alpha, len(samples))
     mean, log_std = posterior.mean, posterior.log_std
     shape, latent = mean.shape[:-1], mean.shape[-1]
@@ -90,41 +100,41 @@ def energy_terms(
     one = [part.reshape(-1, latent).split(rows) for part in (mean, log_std)]
     first, *rest = [part.reshape(len(part), -1, latent).split(rows, 1) for part in many]
     pieces = [first, *one, *rest]
-    # What a slice of positions needs is small; of several, it is computed again in the backward pass.
+    # Several slices are recomputed in the backward pass, so that the memory of one suffices.
     compute = _terms if len(pieces[0]) == 1 else partial(_recomputed, _terms)
     terms: Any = [compute(alpha, *piece) for piece in zip(*pieces, strict=True)]
     fidelity, diversity = (torch.cat(parts).view(shape) for parts in zip(*terms, strict=True))
     return fidelity, diversity
 
 
-_recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing random happens inside
+_recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in there is random
 
 
 def _terms(
     alpha: float, samples: Tensor, mean: Tensor, log_std: Tensor, target_noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The two terms of some positions: samples (N, n, Z), mean and log_std (n, Z), noise (M, n, Z)."""
+    """The two terms at n positions: samples (N, n, Z), mean and log_std (n, Z), noise (M, n, Z)."""
     with torch.autocast(samples.device.type, enabled=False):
-        samples, posterior = samples.float(), Posterior(mean, log_std).float()
-        differences = samples - posterior.mean
+        samples, std = samples.float(), log_std.float().exp()
+        differences = samples - mean.float()
         if target_noise is None:
-            fidelity = gaussian_moment(differences**2, posterior.std**2, alpha / 2).mean(0)
+            fidelity = gaussian_moment(differences**2, std**2, alpha / 2).mean(0)
         else:
-            fidelity = _distances(differences, posterior.std * target_noise.float(), alpha).mean((-2, -1))
+            fidelity = _distances(differences, std * target_noise.float(), alpha).mean((-2, -1))
         return 2 * fidelity, _diversity(samples, alpha)
 
 
 def _diversity(samples: Tensor, alpha: float) -> Tensor:
-    """The mean of |x - x'|^α over ordered pairs of different samples."""
+    """Mean of |x - x'|^α over ordered pairs of different samples."""
     count = len(samples)
-    centred = samples - samples.mean(0).detach()  # distances stay the same, rounding errors shrink
+    centred = samples - samples.mean(0).detach()  # same distances, smaller rounding errors
     distances = _distances(centred, centred, alpha)
     others = ~torch.eye(count, dtype=torch.bool, device=samples.device)
     return torch.where(others, distances, 0.0).sum((-2, -1)) / (count * (count - 1))
 
 
 def _distances(left: Tensor, right: Tensor, alpha: float) -> Tensor:
-    """|x - y|^α for all pairs, by one matrix product a position: (N, ..., Z), (M, ..., Z) → (..., N, M)."""
+    """|x - y|^α for all pairs, by one matrix product per position: (N, ..., Z), (M, ..., Z) → (..., N, M)."""
     left, right = left.movedim(0, -2), right.movedim(0, -2)  # (..., N, Z), (..., M, Z)
     sizes = (left**2).sum(-1)[..., :, None] + (right**2).sum(-1)[..., None, :]
     squared = sizes - 2 * left @ right.mT
@@ -133,7 +143,7 @@ def _distances(left: Tensor, right: Tensor, alpha: float) -> Tensor:
 
 
 def _power(base: Tensor, exponent: float, floor: Tensor | float) -> Tensor:
-    """base^exponent; 0, with gradient 0, up to the floor."""
+    """base^exponent; 0 with gradient 0 up to the floor."""
     above = base > floor
     return torch.where(above, torch.where(above, base, 1.0) ** exponent, 0.0)
 
@@ -155,7 +165,7 @@ def gaussian_moment(squared: Tensor, variance: Tensor, exponent: float) -> Tenso
 
 
 def _gaussian_moment_by_integral(squared: Tensor, variance: Tensor, exponent: float) -> Tensor:
-    """The same for (n, Z) by the integral, a few elements at once, recomputed in the backward pass."""
+    """The same by the integral, for (n, Z), in slices that are recomputed in the backward pass."""
     at_once = max(1, INTEGRAL_ELEMENTS // (len(NODES) * squared.shape[-1]))
     pieces = zip(squared.split(at_once), variance.split(at_once), strict=True)
     return torch.cat([_recomputed(_integral, d, v, exponent) for d, v in pieces])  # pyright: ignore

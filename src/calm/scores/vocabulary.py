@@ -1,103 +1,144 @@
-"""Cross-entropy over a vocabulary without ever holding the (tokens × V) logits and their gradient.
+"""Cross-entropy, argmax, and sampling over a vocabulary without ever holding all (tokens × V) logits.
 
-The logits of a slice of tokens are made, turned into loss and gradient at once, and thrown away. The backward pass then
-only scales what is there.
+The logits of a slice of tokens are computed, turned into what is needed of them, and dropped. The loss computes its
+gradient in the same pass, so that the backward pass only scales it.
 """
 
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from calm.noise import pick
-from calm.products import linear, long_product
 
 SLICE_ELEMENTS = 2**24  # logits held at once: 64 MB in fp32
+
+Projection = Callable[[Tensor, Tensor], Tensor]  # states (n, d), token vectors (V, d) → logits (n, V)
+
+
+class VocabularySubset(NamedTuple):
+    """Tokens that stand for the whole vocabulary in the normaliser of a softmax (sampled softmax)."""
+
+    ids: Tensor  # (S,), sorted; contains every target
+    weights: Tensor  # (S,): how many tokens of the vocabulary each one stands for
+
+    def to(self, device: torch.device) -> "VocabularySubset":
+        return VocabularySubset(self.ids.to(device), self.weights.to(device))
+
+
+def vocabulary_cross_entropy(
+    states: Tensor,
+    vocabulary: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    subset: VocabularySubset | None = None,
+    project: Projection = F.linear,
+) -> Tensor:
+    """Weighted sum of cross-entropies.
+
+    Args:
+        states: (n, d).
+        vocabulary: token vectors (V, d); the logits are `states @ vocabulary.T`.
+        targets: token ids (n,).
+        weights: (n,), usually one over the number of tokens.
+        subset: estimate the normaliser from these tokens, at the cost of their number.
+        project: how logits are computed; a function, or the `forward` of a module: hooks cannot run in here.
+
+    Returns:
+        Σ weight · -log softmax(logits)[target], a scalar.
+    """
+    importance = None
+    if subset is not None:
+        vocabulary, targets = vocabulary[subset.ids], torch.searchsorted(subset.ids, targets)
+        importance = subset.weights.log()
+    if torch.is_autocast_enabled(states.device.type):
+        dtype = torch.get_autocast_dtype(states.device.type)
+        states, vocabulary = states.to(dtype), vocabulary.to(dtype)
+    return cast(Tensor, _SlicedCrossEntropy.apply(states, vocabulary, targets, weights, importance, project))
 
 
 class _SlicedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, states: Tensor, words: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        grad_states, grad_words = torch.empty_like(states), torch.zeros_like(words, dtype=torch.float32)
+    def forward(
+        ctx,
+        states: Tensor,
+        vocabulary: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        importance: Tensor | None,
+        project: Projection,
+    ) -> Tensor:
+        of_states, of_vocabulary = ctx.needs_input_grad[:2]
+        grad_states = torch.empty_like(states) if of_states else None
+        grad_vocabulary = torch.zeros_like(vocabulary, dtype=torch.float32) if of_vocabulary else None
         total = torch.zeros((), dtype=torch.float32, device=states.device)
-        rows = max(1, SLICE_ELEMENTS // len(words))
+        rows = max(1, SLICE_ELEMENTS // len(vocabulary))
         for start in range(0, len(targets), rows):
             here = slice(start, start + rows)
             with torch.autocast(states.device.type, enabled=False):
-                logits = linear(states[here], words).float()  # (rows, V)
-            normaliser = logits.logsumexp(-1)
-            index = targets[here, None]
-            total += ((normaliser - logits.gather(1, index)[:, 0]) * weights[here]).sum()
-            gradient = logits.sub_(normaliser[:, None]).exp_()  # the probabilities, until the next line
-            gradient.scatter_add_(1, index, gradient.new_full(index.shape, -1.0))
-            gradient = gradient.mul_(weights[here, None]).to(states.dtype)
-            with torch.autocast(states.device.type, enabled=False):
-                grad_states[here] = linear(gradient, words.T)
-                if gradient.dtype == torch.float32:
-                    grad_words.addmm_(gradient.T, states[here])  # no second matrix of all words
-                else:
-                    grad_words += (gradient.T @ states[here]).float()
-        ctx.save_for_backward(grad_states, grad_words.to(words.dtype))
+                logits = project(states[here], vocabulary).float()  # (rows, V)
+                index = targets[here, None]
+                chosen = logits.gather(1, index)[:, 0]
+                if importance is not None:
+                    logits = logits.add_(importance)
+                normaliser = logits.logsumexp(-1)
+                total += ((normaliser - chosen) * weights[here]).sum()
+                if not (of_states or of_vocabulary):
+                    continue
+                gradient = logits.sub_(normaliser[:, None]).exp_()  # the probabilities, until the next line
+                gradient.scatter_add_(1, index, gradient.new_full(index.shape, -1.0))
+                gradient = gradient.mul_(weights[here, None]).to(states.dtype)
+                if grad_states is not None:
+                    grad_states[here] = project(gradient, vocabulary.T)
+                if grad_vocabulary is not None and gradient.dtype == torch.float32:
+                    grad_vocabulary.addmm_(gradient.T, states[here])  # needs no second matrix of the same size
+                elif grad_vocabulary is not None:
+                    grad_vocabulary += (gradient.T @ states[here]).float()
+        if grad_vocabulary is not None:
+            grad_vocabulary = grad_vocabulary.to(vocabulary.dtype)
+        ctx.save_for_backward(grad_states, grad_vocabulary)
         return total
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        grad_states, grad_words = ctx.saved_tensors
-        return grad_states * grad_outputs[0], grad_words * grad_outputs[0], None, None
-
-
-def vocabulary_cross_entropy(
-    states: Tensor, words: Tensor, targets: Tensor, weights: Tensor, candidates: Tensor | None = None
-) -> Tensor:
-    """Sum over tokens of weight · -log softmax(words @ state)[target]; states (n, d), words (V, d), targets (n,).
-
-    With `candidates` (sorted ids that contain every target) the softmax runs over these words only: a lower bound of
-    the loss over all, at the cost of their number.
-    """
-    if candidates is not None:
-        words, targets = words[candidates], torch.searchsorted(candidates, targets)
-    if torch.is_autocast_enabled(states.device.type):
-        dtype = torch.get_autocast_dtype(states.device.type)
-        states, words = states.to(dtype), words.to(dtype)
-    return cast(Tensor, _SlicedCrossEntropy.apply(states, words, targets, weights))
+        of_states, of_vocabulary = (None if g is None else g * grad_outputs[0] for g in ctx.saved_tensors)
+        return of_states, of_vocabulary, None, None, None, None
 
 
 @torch.no_grad()
-def nearest_words(states: Tensor, words: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The most probable word of each state, and -log probability of its target: (n,) and (n,)."""
+def token_losses(states: Tensor, vocabulary: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The most probable token of each state, and the cross-entropy of its target: (n, d), (V, d), (n,) → (n,), (n,)."""
     ids, losses = torch.empty_like(targets), torch.empty(len(targets), device=states.device)
-    for here, logits in _logits(states, words):
+    for here, logits in _sliced_logits(states, vocabulary):
         ids[here] = logits.argmax(-1)
         losses[here] = logits.logsumexp(-1) - logits.gather(1, targets[here, None])[:, 0]
     return ids, losses
 
 
 @torch.no_grad()
-def most_probable_words(states: Tensor, words: Tensor) -> Tensor:
-    """The most probable word of each state: (n, d), (V, d) → (n,)."""
+def most_probable_tokens(states: Tensor, vocabulary: Tensor, project: Projection = F.linear) -> Tensor:
+    """Argmax over the vocabulary: (n, d), (V, d) → (n,)."""
     ids = torch.empty(len(states), dtype=torch.long, device=states.device)
-    for here, logits in _logits(states, words):
+    for here, logits in _sliced_logits(states, vocabulary, project):
         ids[here] = logits.argmax(-1)
     return ids
 
 
 @torch.no_grad()
-def drawn_words(states: Tensor, words: Tensor, uniform: Tensor) -> Tensor:
-    """Words by their probability, chosen by uniform numbers: (n, d), (V, d), (n, m) → (n, m)."""
+def sample_tokens(states: Tensor, vocabulary: Tensor, uniform: Tensor, project: Projection = F.linear) -> Tensor:
+    """Tokens drawn from softmaxes by uniform numbers: (n, d), (V, d), (n, m) → (n, m)."""
     ids = torch.empty(uniform.shape, dtype=torch.long, device=states.device)
-    for here, logits in _logits(states, words):
+    for here, logits in _sliced_logits(states, vocabulary, project):
         ids[here] = pick(logits.softmax(-1), uniform[here])
     return ids
 
 
-def _logits(states: Tensor, words: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    rows = max(1, SLICE_ELEMENTS // len(words))
+def _sliced_logits(
+    states: Tensor, vocabulary: Tensor, project: Projection = F.linear
+) -> Iterator[tuple[slice, Tensor]]:
+    rows = max(1, SLICE_ELEMENTS // len(vocabulary))
     for start in range(0, len(states), rows):
         here = slice(start, start + rows)
-        yield here, word_products(states[here], words).float()
-
-
-def word_products(states: Tensor, words: Tensor) -> Tensor:
-    """w·g of all words and some states: (n, d), (V, d) → (n, V)."""
-    return long_product(states, words)
+        yield here, project(states[here], vocabulary).float()

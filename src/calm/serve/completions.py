@@ -21,7 +21,7 @@ async def create_completion(
     request: CompletionRequest, raw_request: Request, scheduler: Scheduler, limits: Limits
 ) -> Response:
     check_supported(request)
-    tokenizer = scheduler.engine.tokenizer
+    tokenizer = scheduler.generator.tokenizer
     # long prompts would block the event loop
     prompts = await run_in_threadpool(parse_prompts, request, tokenizer, limits)
     states = build_sequences(request, prompts, tokenizer, limits)
@@ -30,7 +30,7 @@ async def create_completion(
             scheduler.validate(state.sequence)
     except ConfigError as error:
         raise ApiError(400, str(error)) from error
-    draws = sum(state.sequence.sampling.draws for state in states)
+    draws = sum(state.sequence.params.draws for state in states)
     check_limit("the number of candidates of all sequences", draws, limits.max_draws)
     check_limit("the number of sequences", len(states), limits.max_batch + limits.max_queue)
     scheduler.add(states)
@@ -71,7 +71,7 @@ class Completion:
                 raise ApiError(500, f"the model failed: {output.text}", error_type="server_error")
             texts[index] += output.text
             finish_reasons[index] = output.finish_reason
-        if set(finish_reasons) == {"timeout"} and not any(state.sequence.new for state in self.states):
+        if set(finish_reasons) == {"timeout"} and not any(state.sequence.output_ids for state in self.states):
             timeout = self.scheduler.limits.max_seconds
             raise queue_full(f"the request timed out in the waiting queue after {timeout:g} s; retry later")
         choices = [_choice(index, *each) for index, each in enumerate(zip(texts, finish_reasons, strict=True))]
@@ -114,7 +114,7 @@ class Completion:
         return _sse({**self.common_fields, "choices": choices, **({"usage": usage} if self.include_usage else {})})
 
     def _usage(self) -> dict[str, int]:
-        completion_tokens = sum(len(state.sequence.new) for state in self.states)
+        completion_tokens = sum(len(state.sequence.output_ids) for state in self.states)
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion_tokens,

@@ -18,7 +18,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from calm.serve.limits import Limits
-from calm.serve.run import load_engines
+from calm.serve.run import load_generators
 from calm.serve.scheduler import Scheduler, SequenceOutput, SequenceState
 from calm.serve.server import create_app
 
@@ -88,7 +88,7 @@ class ReplicaHeaderMiddleware:
 @serve.ingress()
 class Completions:
     def __init__(self, model: str, keys: list[str]):
-        self.api = create_app(load_engines(Path(model), None), LIMITS, keys, BatchingScheduler)
+        self.api = create_app(load_generators(Path(model), None), LIMITS, keys, BatchingScheduler)
         self.schedulers: dict[str, Scheduler] = self.api.state.schedulers
         self.api.add_middleware(ReplicaHeaderMiddleware, replica_id=serve.get_replica_context().replica_id.unique_id)
 

@@ -9,9 +9,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, S
 
 from calm.data.tokenizer import Tokenizer
 from calm.errors import ConfigError
-from calm.sampling.batch import Text
-from calm.sampling.next_chunk import Method, Sampling
-from calm.sampling.text import GrowingText, noise_seed
+from calm.generate.engine import Sequence
+from calm.generate.sampler import Method, SamplingParams
+from calm.generate.text import Detokenizer, sequence_seed
 from calm.serve.limits import ApiError, Limits, truncated_repr
 from calm.serve.scheduler import SequenceState
 
@@ -153,11 +153,11 @@ def build_sequences(
     deadline, outputs = time.monotonic() + limits.max_seconds, asyncio.Queue()
     num_candidates = request.num_candidates or (limits.max_candidates if request.method == "exact" else None)
     try:
-        sampling = Sampling(temperature, num_candidates, request.method)
+        params = SamplingParams(temperature, num_candidates, request.method)
         return [
             SequenceState(
-                Text(ids, noise_seed(seed, number), max_tokens, sampling),
-                GrowingText(tokenizer, stop_strings),
+                Sequence(ids, sequence_seed(seed, number), max_tokens, params),
+                Detokenizer(tokenizer, stop_strings),
                 deadline,
                 outputs,
             )

@@ -9,10 +9,10 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from calm.checkpoint import resolve_model_dir
 from calm.distributed import default_device
 from calm.errors import UserError
-from calm.models.directories import located
-from calm.sampling.text import Writer
+from calm.generate.text import TextGenerator
 from calm.serve.limits import Limits
 from calm.serve.server import create_app
 
@@ -21,13 +21,14 @@ MAX_CONNECTIONS = 2048
 OTHER_FILES = 256  # file descriptors besides connections
 
 
-def load_engines(model: Path, baseline: Path | None) -> dict[str, Writer]:
+def load_generators(model: Path, baseline: Path | None) -> dict[str, TextGenerator]:
     """Load the model and the optional baseline. Returns them by the model names of the API."""
-    engines: dict[str, Writer] = {}
+    generators: dict[str, TextGenerator] = {}
     for directory in [model] if baseline is None else [model, baseline]:
         name = model_name(directory)
-        engines[name if name not in engines else f"{name}-baseline"] = Writer(located(directory), default_device())
-    return engines
+        name = name if name not in generators else f"{name}-baseline"
+        generators[name] = TextGenerator(resolve_model_dir(directory), default_device())
+    return generators
 
 
 def model_name(directory: Path) -> str:
@@ -137,8 +138,8 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
-def make_server(engines: dict[str, Writer], limits: Limits, keys: list[str]) -> Server:
-    app = create_app(engines, limits, keys)
+def make_server(generators: dict[str, TextGenerator], limits: Limits, keys: list[str]) -> Server:
+    app = create_app(generators, limits, keys)
     config = uvicorn.Config(
         app,
         http=type("Protocol", (TimeoutProtocol,), {"limits": limits}),

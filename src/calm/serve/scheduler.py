@@ -16,9 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from calm.sampling.batch import Text
-from calm.sampling.predictor import check_room
-from calm.sampling.text import GrowingText, Writer
+from calm.generate.engine import Sequence
+from calm.generate.text import Detokenizer, TextGenerator
 from calm.serve.limits import Limits, queue_full, shutting_down
 from calm.serve.metrics import Metrics
 
@@ -40,8 +39,8 @@ class SequenceOutput(NamedTuple):
 class SequenceState:
     """A waiting or running sequence."""
 
-    sequence: Text
-    detokenizer: GrowingText
+    sequence: Sequence
+    detokenizer: Detokenizer
     deadline: float  # time.monotonic()
     outputs: "asyncio.Queue[tuple[SequenceState, SequenceOutput]]"  # shared by all sequences of a request
     arrival_time: float = field(default_factory=time.monotonic)
@@ -57,9 +56,9 @@ class Scheduler:
     Call `add` and `abort` from the thread of the event loop. Decoding runs in the scheduler's own thread.
     """
 
-    def __init__(self, name: str, engine: Writer, limits: Limits, metrics: Metrics):
-        self.name, self.engine, self.limits, self.metrics = name, engine, limits, metrics
-        self.batch = engine.batch()
+    def __init__(self, name: str, generator: TextGenerator, limits: Limits, metrics: Metrics):
+        self.name, self.generator, self.limits, self.metrics = name, generator, limits, metrics
+        self.engine = generator.engine()
         self.waiting: deque[SequenceState] = deque()
         self.running: dict[int, SequenceState] = {}  # by id() of the sequence
         self.draining = False
@@ -80,10 +79,9 @@ class Scheduler:
     def idle(self) -> bool:
         return not (self.waiting or self.running)
 
-    def validate(self, sequence: Text) -> None:
+    def validate(self, sequence: Sequence) -> None:
         """Raise ConfigError if the model does not support the sampling parameters or the length."""
-        sequence.sampling = self.engine.predictor.resolve(sequence.sampling)
-        check_room(self.engine.predictor, sequence.prompt, sequence.max_new_tokens)
+        self.engine.validate(sequence)
 
     def add(self, states: list[SequenceState]) -> None:
         """Append all sequences of a request to the waiting queue, or raise ApiError and append none."""
@@ -142,42 +140,42 @@ class Scheduler:
         tokens = 0
         while self.waiting and len(self.running) < self.limits.max_batch:
             tokens += len(self.waiting[0].sequence.prompt)
-            if tokens > MAX_PREFILL_TOKENS and self.batch.joining:
+            if tokens > MAX_PREFILL_TOKENS and self.engine.waiting:
                 break
             state = self.waiting.popleft()
-            self.batch.join([state.sequence])
+            self.engine.add([state.sequence])
             self.running[id(state.sequence)] = state
 
     def _step(self) -> Outputs:
         started = time.monotonic()
         try:
-            step_outputs = self.batch.step()
+            step_outputs = self.engine.step()
         except Exception as error:  # e.g. out of memory: fail the running sequences, keep the server alive
-            failed, self.running, self.batch = self.running, {}, self.engine.batch()
+            failed, self.running, self.engine = self.running, {}, self.generator.engine()
             message = str(error) or repr(error)
             return [(state, SequenceOutput(message, [], finish_reason="error")) for state in failed.values()]
         now = time.monotonic()
         outputs = []
         for sequence, token_ids, agreement in step_outputs:
             state = self.running[id(sequence)]
-            if len(sequence.new) == len(token_ids):
+            if len(sequence.output_ids) == len(token_ids):
                 self.metrics.first_chunk.labels(self.name).observe(now - state.arrival_time)
             text = state.detokenizer.push(token_ids)
             reason: FinishReason | None = None
-            if sequence.met_end or state.detokenizer.stopped:
+            if sequence.hit_eos or state.detokenizer.stopped:
                 reason = "stop"
-            elif sequence.ended:
+            elif sequence.finished:
                 reason = "length"
             if reason is not None:
                 text += state.detokenizer.finish()
                 self._remove(state)
             outputs.append((state, SequenceOutput(text, token_ids, agreement, reason)))
-        num_tokens = sum(len(output.ids) for output in step_outputs)
+        num_tokens = sum(len(output.token_ids) for output in step_outputs)
         self.metrics.observe_step(self.name, now - started, len(step_outputs), num_tokens)
         return outputs
 
     def _remove(self, state: SequenceState) -> None:
-        self.batch.leave([state.sequence])
+        self.engine.remove([state.sequence])
         del self.running[id(state.sequence)]
 
     def _publish(self, outputs: Outputs) -> None:

@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from starlette.exceptions import HTTPException
 
 from calm import __version__
-from calm.sampling.text import Writer
+from calm.generate.text import TextGenerator
 from calm.serve.completions import create_completion
 from calm.serve.guard import ApiKeys, BodyLimitMiddleware
 from calm.serve.limits import MAX_QUOTED_CHARS, ApiError, Limits, error_body, truncated_repr
@@ -46,18 +46,18 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(
-    engines: dict[str, Writer], limits: Limits, keys: list[str], scheduler_class: type[Scheduler] = Scheduler
+    generators: dict[str, TextGenerator], limits: Limits, keys: list[str], scheduler_class: type[Scheduler] = Scheduler
 ) -> FastAPI:
     """Create the application.
 
     Args:
-        engines: Models by name. The playground shows them side by side, in this order.
+        generators: Models by name. The playground shows them side by side, in this order.
         limits: Request limits.
         keys: Valid API keys; empty to disable authentication.
-        scheduler_class: Called with (name, engine, limits, metrics) for each model.
+        scheduler_class: Called with (name, generator, limits, metrics) for each model.
     """
     metrics, api_keys = Metrics(), ApiKeys(keys)
-    schedulers = {name: scheduler_class(name, engine, limits, metrics) for name, engine in engines.items()}
+    schedulers = {name: scheduler_class(name, generator, limits, metrics) for name, generator in generators.items()}
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -136,13 +136,13 @@ def create_app(
 
 def _model_info(scheduler: Scheduler, limits: Limits) -> dict[str, Any]:
     """OpenAI's model fields, plus the fields that the playground needs."""
-    config = scheduler.engine.model.config
+    config = scheduler.generator.model.config
     return {
         "id": scheduler.name,
         "object": "model",
         "created": 0,
         "owned_by": "calm",
-        "chunk_size": scheduler.engine.predictor.chunk_size,
+        "chunk_size": scheduler.generator.model.chunk_size,
         "head": getattr(config, "head", "softmax"),
         "max_tokens": limits.max_new_tokens,
         "max_candidates": limits.max_candidates,

@@ -31,6 +31,7 @@ from calm.distributed import World
 from calm.files import sha256_of, sync, write_json
 
 RECORD = "checkpoint.json"
+OLDEST_RESUMABLE = (0, 2)  # versions before it have other names of recipe fields and weights
 UNFINISHED, DAMAGED = ".writing", ".damaged"
 LARGEST_FILE = 2**28  # bytes per file, unless a single tensor is larger
 
@@ -171,6 +172,18 @@ def _file_numbers(state: dict[str, Tensor]) -> dict[str, int]:
             number, file_size = number + 1, 0
         numbers[name], file_size = number, file_size + size
     return numbers
+
+
+def older_version(directory: Path) -> str | None:
+    """The version that wrote the checkpoints of a run, if this version cannot resume them."""
+    for path in sorted(directory.glob(f"step-????????/{RECORD}")):
+        try:
+            version = str(json.loads(path.read_bytes())["versions"]["calm"])
+            if tuple(map(int, version.split(".")[:2])) < OLDEST_RESUMABLE:
+                return version
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged: `newest` reports it
+    return None
 
 
 def damage(path: Path) -> str | None:

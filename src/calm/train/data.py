@@ -27,7 +27,7 @@ class TrainingData:
             [s.weight for s in data.sets],
             data.batch_size,
             seed,
-            data.front_fill,
+            data.front_padding,
             world.rank,
             world.size,
         )

@@ -1,8 +1,8 @@
-"""The training loop: one for every stage, one process or many, interrupted and continued at any step.
+"""The training loop: one for every stage, for one process or many, resumable at any step.
 
-    batch of step s → parts → forward, backward → clip → AdamW → now and then: log, evaluate, checkpoint
+    batch of step s → micro-batches → forward, backward → clip → AdamW → now and then: log, evaluate, checkpoint
 
-Step s depends on (seed, s) and the parameters alone, so a run that is continued is the run that was not interrupted.
+Step s depends only on (seed, s) and the parameters, so a resumed run is identical to one that was not interrupted.
 """
 
 import math
@@ -22,25 +22,27 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils import clip_grad_norm_
 
+from calm import __version__
+from calm.checkpoint import save_model
 from calm.config import CONFIG_FILE, RunConfig, load_config, save_config
 from calm.distributed import World, process_group
 from calm.errors import ConfigError, UserError
 from calm.files import TEMPORARY, claimed, write_json
-from calm.linear import change_layers
 from calm.seeds import SeedStream, torch_seed
-from calm.train.checkpoint import Checkpoints, load, state_of, versions
-from calm.train.distributed import shard, whole
+from calm.train.checkpoint import Checkpoints, load, older_version, state_of, versions
+from calm.train.distributed import shard
 from calm.train.optimizer import adamw, learning_rate
 from calm.train.speed import Speed
 from calm.train.stages import STAGES
 from calm.train.tracking import Tracker, plot_losses
 
-MOST_SKIPPED = 10  # steps in a row without a finite loss and gradient before a run gives up
+CHECKPOINTS = "checkpoints"
+MAX_SKIPPED = 10  # consecutive steps without a finite loss and gradient before a run gives up
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class TrainingStopped(UserError):
-    """A signal asked the run to stop; everything is saved."""
+    """A signal stopped the run; a checkpoint was saved."""
 
     def __init__(self, message: str, signum: int):
         super().__init__(message)
@@ -48,12 +50,12 @@ class TrainingStopped(UserError):
 
 
 class Diverged(UserError):
-    """The loss or its gradient stayed away from finite numbers."""
+    """The loss or its gradient was not finite for several steps."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a progress line needs."""
+    """Content of a progress line."""
 
     step: int
     steps: int
@@ -68,7 +70,7 @@ def train(
     report: Callable[[Report], None] = lambda _: None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Train what `config` describes in the directory `output`; returns a summary."""
+    """Train the model that `config` describes in the directory `output`; returns a summary."""
     output = Path(output)
     with process_group() as world, claimed(output, "calm train") if world.is_main else nullcontext():
         if problem := world.broadcast(_conflict(config, output, resume) if world.is_main else None):
@@ -79,17 +81,22 @@ def train(
 
 
 def _silent(_: Any) -> None:
-    """What the other processes report and warn."""
+    """Only the main process reports and warns."""
 
 
 def _conflict(config: RunConfig, output: Path, resume: bool) -> str | None:
-    """Why this run cannot have the directory, or None."""
-    found = sorted(path.name for path in output.iterdir() if not path.name.endswith(TEMPORARY))
-    if found and CONFIG_FILE not in found:
-        return f"{output} holds files that calm train did not make ({', '.join(found[:3])}); name another directory"
-    if found and not resume:
+    """Why this run cannot use the directory, or None."""
+    entries = sorted(path.name for path in output.iterdir() if not path.name.endswith(TEMPORARY))
+    if entries and CONFIG_FILE not in entries:
+        return f"{output} holds files that calm train did not make ({', '.join(entries[:3])}); name another directory"
+    if entries and not resume:
         return f"{output} holds a run; continue it with --resume, or name another directory"
-    if found:
+    if entries and (version := older_version(output / CHECKPOINTS)) is not None:
+        return (
+            f"{output} was written by calm {version}, and calm {__version__} cannot resume it; finish it with that "
+            "version, or start again in another directory"
+        )
+    if entries:
         before = load_config(str(output / CONFIG_FILE))
         different = [name for name in RunConfig.model_fields if getattr(before, name) != getattr(config, name)]
         if other := [name for name in different if name != "train"]:
@@ -110,19 +117,19 @@ class _Run:
         self.stage = STAGES[self.config.stage](self.config, self.world)
         self._check_memory()
         self.model: Any = self.stage.model
-        change_layers(self.model)
         self.model.to(self.world.device)
+        optimize_for_cpu(self.model)
         self.model.train()
         if settings.gradient_checkpointing:
             self._checkpoint_gradients()
-        if self.world.is_main:  # from here on the directory is this run's
+        if self.world.is_main:  # from here on the directory belongs to this run
             save_config(self.config, self.output)
         shard(self.model, self.world)
         self.optimizer = adamw(self.model, optimizer.betas, optimizer.eps, optimizer.weight_decay)
         self.compute = self._compiled() if settings.compile else self.model
         record = {"config": self.config.model_dump(mode="json"), "random": {"seed": self.config.seed}}
         self.checkpoints = Checkpoints(
-            self.output / "checkpoints", settings.keep_checkpoints, self.world, record, self.warn
+            self.output / CHECKPOINTS, settings.keep_checkpoints, self.world, record, self.warn
         )
         start = self._resume()
         self.tracker = Tracker(
@@ -158,23 +165,23 @@ class _Run:
         settings = self.config.train
         speed = Speed(self.stage.tokens_per_step, self.world, DTYPES[settings.precision])
         if start < settings.steps:
-            speed.count_flops(self.model, self.stage.parts(self.stage.read(start)), self._autocast())
-        with ThreadPoolExecutor(1) as ahead:  # the next batch is read while this one is computed
+            speed.count_flops(self.model, self.stage.micro_batches(self.stage.read(start)), self._autocast())
+        with ThreadPoolExecutor(1) as ahead:  # the next batch is read during this step
             batch = ahead.submit(self.stage.read, start)
             for step in range(start, settings.steps):
-                parts = self.stage.parts(batch.result())
+                parts = self.stage.micro_batches(batch.result())
                 batch = ahead.submit(self.stage.read, step + 1)
                 self._after(step + 1, self._step(step, parts), speed)
 
     def _after(self, done: int, metrics: dict[str, float], speed: Speed) -> None:
-        """Log, evaluate, save and leave, where it is time for it."""
+        """Log, evaluate, save, and stop, if it is time for it."""
         settings, last = self.config.train, done == self.config.train.steps
         saving = done % settings.checkpoint_every == 0 or last
         if done % settings.log_every == 0 or last:
             metrics |= speed.since_last(done)
             self.tracker.log(done, metrics)
         score = None
-        if done % settings.evaluate_every == 0 or saving:  # so that the best checkpoint is known
+        if done % settings.evaluate_every == 0 or saving:  # every checkpoint has a score, so that the best is known
             with speed.paused(), self._autocast():
                 self.measures = self.stage.evaluate()
             self.tracker.log(done, self.measures)
@@ -188,21 +195,21 @@ class _Run:
             self._leave(done)
 
     def _step(self, step: int, parts: list[dict[str, Any]]) -> dict[str, float]:
-        """One optimizer step on the global batch; returns what to log."""
+        """One optimizer step on the global batch; returns metrics to log."""
         settings = self.config.optimizer
-        torch.manual_seed(torch_seed(self.config.seed, SeedStream.LIBRARIES, step))  # for dropout inside of libraries
+        torch.manual_seed(torch_seed(self.config.seed, SeedStream.LIBRARIES, step))  # for dropout inside libraries
         sums: dict[str, Any] = {}
         for number, part in enumerate(parts):
             if self.world.size > 1:
                 self.model.set_requires_gradient_sync(number == len(parts) - 1)  # pyright: ignore
             with self._autocast():
                 output = self.compute(**part)
-            (output.loss * self.world.size).backward()  # FSDP takes the mean over processes
+            (output["loss"] * self.world.size).backward()  # FSDP takes the mean over processes
             for name, value in output.items():
-                if isinstance(value, torch.Tensor) and value.ndim == 0:
-                    sums[name] = sums.get(name, 0.0) + value.detach()
+                sums[name] = sums.get(name, 0.0) + value.detach()
         metrics = dict(zip(sums, self.world.sum(*(float(value) for value in sums.values())), strict=True))
-        norm = whole(clip_grad_norm_(self.model.parameters(), settings.gradient_clip)).item()
+        norm: Any = clip_grad_norm_(self.model.parameters(), settings.gradient_clip)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded under FSDP
         rate = learning_rate(
             step, self.config.train.steps, settings.learning_rate, settings.warmup_steps, settings.schedule
         )
@@ -223,10 +230,10 @@ class _Run:
         self.skipped += 1
         self.skipped_in_a_row += 1
         self.warn(f"step {step} skipped: loss {loss}, gradient norm {norm}")
-        if self.skipped_in_a_row >= MOST_SKIPPED:
+        if self.skipped_in_a_row >= MAX_SKIPPED:
             raise Diverged(
-                f"{MOST_SKIPPED} steps in a row, up to step {step}, had a loss or gradient that is not finite; the "
-                f"checkpoints in {self.output / 'checkpoints'} are from before. A lower optimizer.learning_rate, a "
+                f"{MAX_SKIPPED} steps in a row, up to step {step}, had a loss or gradient that is not finite; the "
+                f"checkpoints in {self.output / CHECKPOINTS} are from before. A lower optimizer.learning_rate, a "
                 "longer warm-up or train.precision=fp32 usually helps"
             )
 
@@ -237,7 +244,7 @@ class _Run:
         raise TrainingStopped(f"stopped: {state}", self.stopped_by or signal.SIGTERM)
 
     def _finish(self) -> dict[str, Any]:
-        """Write the model, the record of the run and its plot; return the summary."""
+        """Write the model, the record of the run, and its plot; returns the summary."""
         steps = self.config.train.steps
         if not self.checkpoints.wait():
             raise UserError("the last checkpoint could not be written; make room and run again with --resume")
@@ -245,7 +252,7 @@ class _Run:
             with self._autocast():
                 self.measures = self.stage.evaluate()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(self.model, options=options)
+        weights: Any = get_model_state_dict(self.model, options=options)
         summary = {
             "steps": steps,
             "tokens": steps * self.stage.tokens_per_step,
@@ -255,7 +262,7 @@ class _Run:
         if self.world.is_main:
             model, aside = self.output / "model", self.output / "model.writing"
             shutil.rmtree(aside, ignore_errors=True)
-            self.stage.model.save_pretrained(aside, state_dict=weights)
+            save_model(self.stage.model, aside, weights)
             self.stage.save_extras(aside)
             date = datetime.now(UTC).isoformat(timespec="seconds")
             run = {
@@ -264,7 +271,7 @@ class _Run:
                 "versions": versions(),
                 "config": self.config.model_dump(mode="json"),
             }
-            write_json(aside / "run.json", run)  # a model that is copied away still knows where it came from
+            write_json(aside / "run.json", run)  # a copied model keeps its provenance
             shutil.rmtree(model, ignore_errors=True)
             aside.rename(model)
             write_json(self.output / "run.json", run)
@@ -279,9 +286,9 @@ class _Run:
         return torch.compile(self.model)
 
     def _checkpoint_gradients(self) -> None:
-        if not self.model.supports_gradient_checkpointing:
+        if not hasattr(self.model, "backbone"):
             raise ConfigError(f"train.gradient_checkpointing: the {self.config.stage} has no backbone to checkpoint")
-        self.model.gradient_checkpointing_enable()
+        self.model.backbone.gradient_checkpointing = True
 
     def _check_memory(self) -> None:
         needed, free = self.stage.estimated_memory(), _free_memory(self.world.device)
@@ -290,6 +297,15 @@ class _Run:
                 f"about {needed / 1e9:.1f} GB will be needed and {free / 1e9:.1f} GB are free; a larger "
                 "train.accumulation or a smaller data.batch_size needs less"
             )
+
+
+def optimize_for_cpu(model: Any) -> None:
+    """Let the CPU backend set up memory, if it is installed."""
+    try:
+        from calm import cpu
+    except ImportError:
+        return
+    cpu.optimize(model, training=True)
 
 
 def _free_memory(device: torch.device) -> float | None:
@@ -304,7 +320,7 @@ def _free_memory(device: torch.device) -> float | None:
 
 @contextmanager
 def _signals(stop: Callable[[int], None]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C ask to stop after the step under way; a second one stops at once."""
+    """SIGTERM and Ctrl-C stop the run after the current step; a second signal stops it at once."""
 
     def handle(signum: int, _frame: Any) -> None:
         stop(signum)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
 from calm.distributed import World
-from calm.products import linear
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
@@ -41,7 +41,7 @@ class Speed:
         """Count the FLOPs per step in a separate forward and backward pass, as counting may change rounding."""
         with FlopCounterMode(display=False) as counter:
             with autocast:
-                loss = model(**parts[0]).loss
+                loss = model(**parts[0])["loss"]
             loss.backward()
         model.zero_grad()
         self.flops = counter.get_total_flops() * len(parts) * self.world.size

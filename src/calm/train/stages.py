@@ -1,38 +1,38 @@
-"""What is trained: the model of a stage, the loss of a step, and its score. The loop knows no more than this."""
+"""What is trained: the model of a stage, the inputs of a step, and its validation score. The loop knows no more."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from calm.autoencoder import Autoencoder, AutoencoderConfig, chunk_mask
+from calm.checkpoint import build_calm, load_autoencoder, load_calm, load_transformer
 from calm.config import LanguageModel, RunConfig
 from calm.data.loader import Batch
 from calm.data.tokenizer import Tokenizer, load_tokenizer
 from calm.distributed import World
 from calm.errors import ConfigError, DataError
-from calm.evaluate.health import evaluate_predictions
+from calm.evaluate.health import evaluate_predictions, evaluate_transformer
 from calm.evaluate.reconstruction import evaluate_reconstruction
-from calm.evaluate.softmax import evaluate_softmax
-from calm.models.autoencoder import ChunkAutoencoder, count_chunks
-from calm.models.backbone import build_transformer
-from calm.models.calm import IGNORED, CalmForCausalLM
-from calm.models.configuration import CalmConfig, ChunkAutoencoderConfig, make_backbone_config
-from calm.models.fields import check_positions
-from calm.models.loading import load_autoencoder, load_backbone, load_calm, load_softmax
+from calm.llama import LlamaConfig, check_positions
+from calm.model import Calm, PlainCalmConfig
 from calm.noise import RowNoise
-from calm.scores.tokens import Words
+from calm.scores.vocabulary import VocabularySubset
 from calm.seeds import SeedStream, permute, row_seeds
 from calm.train.data import TrainingData
 from calm.train.memory import training_memory
+from calm.transformer import Transformer
 
 
 class Stage(ABC):
-    """What the stages share: rows of a step, in parts, each part what the model's `forward` takes."""
+    """What the stages share: the rows of a step, in micro-batches of the arguments of the model's `forward`."""
+
+    vocabulary_sample: int | None = None  # random tokens of a sampled softmax
 
     def __init__(self, config: RunConfig, world: World):
         self.config, self.world = config, world
@@ -40,41 +40,49 @@ class Stage(ABC):
         self.model: Any = self.build()
 
     @abstractmethod
-    def build(self) -> PreTrainedModel: ...
+    def build(self) -> Any:
+        """The model, with new weights or those of a directory."""
 
     @abstractmethod
-    def count(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """What the loss is a mean over, in some rows."""
+    def count(self, mask: Tensor) -> Tensor:
+        """What the loss is a mean over, in rows with this token mask (B, T)."""
 
     @abstractmethod
-    def part(self, tokens: Tensor, mask: Tensor, noise: RowNoise, count: float) -> dict[str, Any]:
-        """What the model's `forward` takes for some rows."""
+    def inputs(self, tokens: Tensor, mask: Tensor) -> dict[str, Any]:
+        """Arguments of the model's `forward` for rows (B, T)."""
 
     @abstractmethod
     def measure(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Measures on validation rows; `score` decides which checkpoint is the best."""
+        """Metrics on validation rows; `score` decides which checkpoint is the best."""
 
     def read(self, step: int) -> dict[str, Any]:
         """This process's share of a step, on the host; it may run ahead of the training."""
-        return self._share(self.data.loader.batch(step))
-
-    def _share(self, batch: Batch) -> dict[str, Any]:
-        return {
+        sampled = self.vocabulary_sample is not None
+        batch, whole = self.data.loader.batch_and_whole(step, whole=sampled)
+        share = {
             "tokens": torch.from_numpy(batch.tokens),
             "mask": torch.from_numpy(batch.mask),
             "seeds": row_seeds(batch.rows, self.config.seed, SeedStream.TRAINING),
         }
+        return {**share, "vocabulary": self.subset(whole.tokens, step) if sampled else None}
 
-    def parts(self, share: dict[str, Any]) -> list[dict[str, Any]]:
-        """What to give to the model's `forward`, part for part."""
+    def subset(self, tokens: np.ndarray, step: int) -> VocabularySubset:
+        """Tokens that the softmaxes of a step sum over, the same in every process; `tokens` is the global batch."""
+        assert self.vocabulary_sample is not None
+        return sampled_subset(tokens, self.vocabulary_sample, self.model.config.vocab_size, self.config.seed, step)
+
+    def micro_batches(self, share: dict[str, Any]) -> list[dict[str, Any]]:
+        """Arguments of the model's `forward`, one after the other."""
         tokens, mask, device = share["tokens"], share["mask"], self.world.device
-        (count,) = self.world.sum(self.count(tokens, mask).sum().item())
-        parts = []
+        (count,) = self.world.sum(self.count(mask).sum().item())
+        vocabulary = share["vocabulary"] and {"vocabulary": share["vocabulary"].to(device)}
+        micro_batches = []
         for rows in torch.arange(len(tokens)).chunk(self.config.train.accumulation):
             here = slice(int(rows[0]), int(rows[-1]) + 1)
             noise = RowNoise(share["seeds"][here], device)
-            parts.append(self.part(tokens[here].to(device), mask[here].to(device), noise, count))
-        return parts
+            inputs = self.inputs(tokens[here].to(device), mask[here].to(device))
+            micro_batches.append({**inputs, "noise": noise, "num_chunks": count, **(vocabulary or {})})
+        return micro_batches
 
     def evaluate(self) -> dict[str, float]:
         settings, batch_size = self.config.train, self.config.data.batch_size
@@ -97,40 +105,31 @@ class Stage(ABC):
 class AutoencoderStage(Stage):
     """§2: reconstruct chunks."""
 
-    def build(self) -> ChunkAutoencoder:
+    def build(self) -> Autoencoder:
+        self.vocabulary_sample = self.config.autoencoder.vocabulary_sample
         tokenizer = self.data.tokenizer
-        return ChunkAutoencoder(autoencoder_config(self.config, tokenizer.vocab_size, tokenizer.mask_token_id))
+        return Autoencoder(autoencoder_config(self.config, tokenizer.vocab_size, tokenizer.mask_token_id))
 
-    def read(self, step: int) -> dict[str, Any]:
-        sampled = self.config.autoencoder.vocabulary_sample is not None
-        batch, whole = self.data.loader.batch_and_whole(step, whole=sampled)
-        return {**self._share(batch), "candidates": self._candidates(step, whole.tokens)}
-
-    def parts(self, share: dict[str, Any]) -> list[dict[str, Any]]:
-        candidates = share["candidates"]
-        if candidates is not None:
-            candidates = candidates.to(self.world.device)
-        return [{**part, "candidates": candidates} for part in super().parts(share)]
-
-    def count(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        return count_chunks(tokens, mask, self.config.data.chunk_size)
-
-    def part(self, tokens: Tensor, mask: Tensor, noise: RowNoise, count: float) -> dict[str, Any]:
-        return {"input_ids": tokens, "attention_mask": mask, "noise": noise, "num_chunks": count}
-
-    def _candidates(self, step: int, tokens: np.ndarray) -> Tensor | None:
-        """The words of the global batch and some random ones, the same in every process."""
-        number = self.config.autoencoder.vocabulary_sample
-        if number is None:
-            return None
+    def subset(self, tokens: np.ndarray, step: int) -> VocabularySubset:
+        """The batch's tokens and random ones, without importance weights: a lower bound of the loss over all."""
+        assert self.vocabulary_sample is not None
         size = self.model.config.vocab_size
-        random = permute(np.arange(min(number, size)), size, self.config.seed, SeedStream.VOCABULARY, step)
-        return torch.from_numpy(np.union1d(tokens, random))
+        number = min(self.vocabulary_sample, size)
+        random = permute(np.arange(number), size, self.config.seed, SeedStream.VOCABULARY, step)
+        ids = torch.from_numpy(np.union1d(tokens, random))
+        return VocabularySubset(ids, torch.ones(len(ids)))
+
+    def count(self, mask: Tensor) -> Tensor:
+        return chunk_mask(mask, self.config.data.chunk_size)
+
+    def inputs(self, tokens: Tensor, mask: Tensor) -> dict[str, Any]:
+        size = self.config.data.chunk_size
+        return {"chunks": tokens.unflatten(1, (-1, size)), "mask": chunk_mask(mask, size)}
 
     def measure(self, batches: Iterable[Batch]) -> dict[str, float]:
-        found = evaluate_reconstruction(self.model, batches, extra_noise=(), reduce=self.world.all_reduce)
+        metrics = evaluate_reconstruction(self.model, batches, extra_noise=(), reduce=self.world.all_reduce)
         names = ("token_accuracy", "token_accuracy_from_mean", "chunk_accuracy", "mean_sigma", "collapsed_dimensions")
-        return {"score": found["token_accuracy"], **{name: found[name] for name in names}}
+        return {"score": metrics["token_accuracy"], **{name: metrics[name] for name in names}}
 
     @property
     def tokens_per_step(self) -> int:
@@ -138,23 +137,16 @@ class AutoencoderStage(Stage):
 
 
 class LanguageModelStage(Stage):
-    """§3: predict the latent of the next chunk."""
+    """§3: predict the next chunk."""
 
-    def build(self) -> CalmForCausalLM:
+    def build(self) -> Calm:
         settings, data, tokenizer = self.config.language_model, self.config.data, self.data.tokenizer
         if settings.start is not None:
             model, place = load_calm(settings.start), settings.start
         else:
             assert settings.autoencoder is not None
             autoencoder, place = load_autoencoder(settings.autoencoder), settings.autoencoder
-            pretrained = _pretrained_backbone(settings.backbone, tokenizer)
-            model = CalmForCausalLM(calm_config(settings, autoencoder.config, pretrained and pretrained.config))
-            model.config.knows_fill = False  # until it has seen some
-            model.take_autoencoder(autoencoder)
-            if pretrained is not None:
-                _take_backbone(model, pretrained)
-            if settings.words_from_autoencoder:
-                _take_words(model)
+            model = self._new_model(settings, autoencoder, tokenizer)
         if model.config.chunk_size != data.chunk_size:
             raise ConfigError(
                 f"data.chunk_size is {data.chunk_size}, but the model in {place} has chunks of "
@@ -162,31 +154,39 @@ class LanguageModelStage(Stage):
             )
         check_tokenizer(place, tokenizer, model.config.vocab_size)
         check_positions(model.config.backbone_config, data.sequence_length // data.chunk_size, "chunks")
-        model.config.update({"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id})
-        model.config.knows_fill |= data.front_fill > 0
+        model.config.eos_token_id, model.config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+        model.config.front_padding |= data.front_padding > 0
+        if model.head.exact_likelihood:
+            self.vocabulary_sample = settings.vocabulary_sample
         return model
 
-    def read(self, step: int) -> dict[str, Any]:
-        number = self.config.language_model.vocabulary_sample
-        if number is None or not self.model.config.is_chain:
-            return super().read(step)
-        batch, whole = self.data.loader.batch_and_whole(step, whole=True)
-        words = sampled_words(whole.tokens, number, self.model.config.vocab_size, self.config.seed, step)
-        return {**self._share(batch), "words": words}
+    def _new_model(self, settings: LanguageModel, autoencoder: Autoencoder, tokenizer: Tokenizer) -> Calm:
+        config = autoencoder.config
+        if isinstance(settings.backbone, dict):
+            model = new_calm(settings, config, front_padding=False)  # until it has seen some
+        else:
+            from calm.hf import load_backbone
 
-    def parts(self, share: dict[str, Any]) -> list[dict[str, Any]]:
-        parts = super().parts(share)
-        if "words" not in share:
-            return parts
-        words = share["words"].to(self.world.device)
-        return [{**part, "words": words} for part in parts]
+            check_tokenizer(settings.backbone, tokenizer, tokenizer.vocab_size)
+            backbone = load_backbone(settings.backbone, tokenizer.vocab_size)
+            # copies: Calm initialises all of its parameters in place
+            weights, embedding = deepcopy((backbone.state_dict(), backbone.token_embedding.state_dict()))
+            fields = calm_fields_of(settings)
+            model = Calm(PlainCalmConfig(backbone.config, config, front_padding=False, **fields), backbone)
+            backbone.load_state_dict(weights)
+            if model.chunk_embedding.tokens is not None:
+                model.chunk_embedding.tokens.load_state_dict(embedding)
+        model.load_autoencoder(autoencoder)
+        if settings.init_embedding_from_autoencoder:
+            _init_embedding(model)
+        return model
 
-    def count(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        return count_chunks(tokens, mask, self.config.data.chunk_size)[:, 1:]
+    def count(self, mask: Tensor) -> Tensor:
+        return chunk_mask(mask, self.config.data.chunk_size)[:, 1:]
 
-    def part(self, tokens: Tensor, mask: Tensor, noise: RowNoise, count: float) -> dict[str, Any]:
-        labels = tokens.masked_fill(~mask, IGNORED)
-        return {"input_ids": tokens, "labels": labels, "noise": noise, "num_chunks": count}
+    def inputs(self, tokens: Tensor, mask: Tensor) -> dict[str, Any]:
+        size = self.config.data.chunk_size
+        return {"chunks": tokens.unflatten(1, (-1, size)), "targets": chunk_mask(mask, size)}
 
     def measure(self, batches: Iterable[Batch]) -> dict[str, float]:
         return evaluate_predictions(self.model, batches, reduce=self.world.all_reduce)
@@ -195,32 +195,29 @@ class LanguageModelStage(Stage):
 class TransformerStage(Stage):
     """The baseline: a standard Transformer that predicts the next token, on the same shards."""
 
-    def build(self) -> PreTrainedModel:
+    def build(self) -> Any:
         settings, data, tokenizer = self.config.language_model, self.config.data, self.data.tokenizer
         if settings.start is not None:
-            model = load_softmax(settings.start)
-            check_tokenizer(settings.start, tokenizer, model.config.vocab_size)
+            model = load_transformer(settings.start)
+            check_tokenizer(settings.start, tokenizer, model.vocab_size)
+        elif not isinstance(settings.backbone, dict):
+            raise ConfigError("a pretrained Transformer is named by language_model.start, not by backbone")
         else:
-            if not isinstance(settings.backbone, dict):
-                raise ConfigError("a pretrained Transformer is named by language_model.start, not by backbone")
-            config = make_backbone_config(settings.backbone, tokenizer.vocab_size)
-            model = build_transformer(AutoModelForCausalLM, config)
+            model = new_transformer(settings.backbone, tokenizer.vocab_size)
+        model.config.bos_token_id, model.config.eos_token_id = None, tokenizer.eos_token_id
+        model.config.pad_token_id = tokenizer.pad_token_id
         check_positions(model.config, data.sequence_length + data.chunk_size - 1, "tokens")
         return model
 
-    def count(self, tokens: Tensor, mask: Tensor) -> Tensor:
+    def count(self, mask: Tensor) -> Tensor:
         return mask[:, 1:]
 
-    def part(self, tokens: Tensor, mask: Tensor, noise: RowNoise, count: float) -> dict[str, Any]:
-        labels = tokens.masked_fill(~mask, IGNORED)[:, 1:].contiguous()
-        shifted = {"labels": labels, "shift_labels": labels}  # so that no last token is computed for nothing
-        return {"input_ids": tokens[:, :-1], **shifted, "num_items_in_batch": count, "use_cache": False}
+    def inputs(self, tokens: Tensor, mask: Tensor) -> dict[str, Any]:
+        return {"chunks": tokens[..., None], "targets": mask}
 
     def measure(self, batches: Iterable[Batch]) -> dict[str, float]:
-        return evaluate_softmax(self.model, batches, reduce=self.world.all_reduce)
+        return evaluate_transformer(self.model, batches, reduce=self.world.all_reduce)
 
-
-OF_TRAINING = ("vocabulary_sample", "words_from_autoencoder")  # fields that no model knows
 
 STAGES: dict[str, type[Stage]] = {
     "autoencoder": AutoencoderStage,
@@ -229,8 +226,8 @@ STAGES: dict[str, type[Stage]] = {
 }
 
 
-def sampled_words(tokens: np.ndarray, number: int, vocab_size: int, seed: int, step: int) -> Words:
-    """The words of the global batch, and so many random others that stand for the rest; the same in every process."""
+def sampled_subset(tokens: np.ndarray, number: int, vocab_size: int, seed: int, step: int) -> VocabularySubset:
+    """The tokens of the global batch, and random others that stand for the rest; the same in every process."""
     present = np.unique(tokens)
     rest = np.setdiff1d(np.arange(vocab_size), present, assume_unique=True)
     number = min(number, len(rest))
@@ -238,76 +235,83 @@ def sampled_words(tokens: np.ndarray, number: int, vocab_size: int, seed: int, s
     ids = np.concatenate([present, chosen])
     weights = np.concatenate([np.ones(len(present)), np.full(number, len(rest) / max(number, 1))])
     order = np.argsort(ids)
-    return Words(torch.from_numpy(ids[order]).long(), torch.from_numpy(weights[order]).float())
+    return VocabularySubset(torch.from_numpy(ids[order]).long(), torch.from_numpy(weights[order]).float())
 
 
-def autoencoder_config(config: RunConfig, vocab_size: int, mask_token_id: int = 0) -> ChunkAutoencoderConfig:
-    fields = config.autoencoder.model_dump(exclude={"vocabulary_sample"})
-    return ChunkAutoencoderConfig(
-        vocab_size=vocab_size, chunk_size=config.data.chunk_size, mask_token_id=mask_token_id, **fields
+def autoencoder_config(config: RunConfig, vocab_size: int, mask_token_id: int = 0) -> AutoencoderConfig:
+    return AutoencoderConfig(
+        vocab_size=vocab_size,
+        chunk_size=config.data.chunk_size,
+        mask_token_id=mask_token_id,
+        **config.autoencoder.model_dump(exclude={"vocabulary_sample"}),
     )
 
 
-def calm_config(settings: LanguageModel, autoencoder: ChunkAutoencoderConfig, backbone: Any = None) -> CalmConfig:
-    """The model that a recipe describes; `backbone` is the config of a pretrained one."""
-    fields = settings.model_dump(exclude={"autoencoder", "start", "backbone", *OF_TRAINING})
-    return CalmConfig(backbone or cast(dict, settings.backbone), autoencoder, **fields)
+def calm_fields_of(settings: LanguageModel) -> dict[str, Any]:
+    """The fields of a model's config that a recipe describes, parts excluded."""
+    common = {name: getattr(settings, name) for name in ("model_input", "head", "num_head_layers")}
+    return common | settings.head_settings
 
 
-def described_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
-    """The model of a stage as its recipe describes it, with new weights."""
+def new_calm(settings: LanguageModel, autoencoder: AutoencoderConfig, **fields: Any) -> Calm:
+    """The CALM model that a recipe describes, with new weights."""
+    backbone = backbone_fields(cast(dict, settings.backbone), autoencoder.vocab_size)
+    parts = {"backbone_config": backbone, "autoencoder_config": autoencoder}
+    return build_calm({**parts, **calm_fields_of(settings), **fields})
+
+
+def new_transformer(backbone: dict[str, Any], vocab_size: int) -> Any:
+    """The Transformer that a recipe describes, with new weights."""
+    fields = backbone_fields(backbone, vocab_size)
+    if LlamaConfig.describes(fields):
+        return Transformer(LlamaConfig(**fields))
+    from calm.hf import build_foreign_transformer, make_backbone_config
+
+    return build_foreign_transformer(make_backbone_config(fields, vocab_size))
+
+
+def backbone_fields(backbone: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """A recipe's backbone with its defaults; unknown fields are refused."""
+    fields = {"model_type": "llama", "vocab_size": vocab_size, **backbone}
+    if LlamaConfig.describes(fields):
+        return LlamaConfig.checked(fields).to_dict()
+    from calm.hf import make_backbone_config
+
+    return make_backbone_config(backbone, vocab_size).to_dict()
+
+
+def described_model(config: RunConfig, vocab_size: int) -> Any:
+    """The model of a recipe's stage, with new weights."""
     if config.stage == "autoencoder":
-        return ChunkAutoencoder(autoencoder_config(config, vocab_size))
+        return Autoencoder(autoencoder_config(config, vocab_size))
     if config.stage == "transformer":
-        backbone = make_backbone_config(cast(dict, config.language_model.backbone), vocab_size)
-        return build_transformer(AutoModelForCausalLM, backbone)
-    return CalmForCausalLM(calm_config(config.language_model, autoencoder_config(config, vocab_size)))
+        return new_transformer(cast(dict, config.language_model.backbone), vocab_size)
+    return new_calm(config.language_model, autoencoder_config(config, vocab_size))
 
 
 def check_tokenizer(place: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """A model reads only what its own tokenizer wrote, and has a row for each of its ids."""
+    """A model understands only the ids of its own tokenizer, and has an embedding for each of them."""
     if not (place / "tokenizer.json").exists():
-        raise DataError(
-            f"{place} holds no tokenizer.json, so nobody knows its ids; put the one there that it was made with"
-        )
+        raise DataError(f"{place} has no tokenizer.json; put the model's tokenizer there")
     if load_tokenizer(str(place)).sha256 != tokenizer.sha256:
         raise DataError(
-            f"the model in {place} and the data were made with different tokenizers (vocabularies); prepare the data "
-            f"with --tokenizer {place}"
+            f"the model in {place} and the data were made with different tokenizers; prepare the data with "
+            f"--tokenizer {place}"
         )
     if max(tokenizer.eos_token_id, tokenizer.pad_token_id) >= vocab_size:
         raise DataError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, and the model in {place} only {vocab_size}: it has no end "
-            "or no fill of its own, and cannot be trained on this data"
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens, and the vocabulary of the model in {place} only "
+            f"{vocab_size:,} entries: it has no end-of-text or padding token, and cannot be trained on this data"
         )
 
 
-def _pretrained_backbone(backbone: Path | dict[str, Any], tokenizer: Tokenizer) -> PreTrainedModel | None:
-    if isinstance(backbone, dict):
-        return None
-    model = load_backbone(backbone)
-    check_tokenizer(backbone, tokenizer, tokenizer.vocab_size)
-    words: Any = model.get_input_embeddings()
-    if words.num_embeddings < tokenizer.vocab_size:
-        model.resize_token_embeddings(tokenizer.vocab_size, mean_resizing=False)  # for the roles that were added
-    return model
-
-
-def _take_backbone(model: CalmForCausalLM, pretrained: PreTrainedModel) -> None:
-    """Give a new model the weights of a pretrained backbone, its token embedding included."""
-    if model.chunk_embedding.tokens is not None:
-        model.chunk_embedding.tokens.load_state_dict(pretrained.get_input_embeddings().state_dict())
-    pretrained.set_input_embeddings(None)  # pyright: ignore[reportArgumentType]
-    model.backbone.load_state_dict(pretrained.state_dict())
-
-
-def _take_words(model: CalmForCausalLM) -> None:
-    """Let the token embedding begin as the autoencoder's words, in its first dimensions."""
-    tokens, words = model.chunk_embedding.tokens, model.words
-    if tokens is None or tokens.embedding_dim < words.shape[1]:
+def _init_embedding(model: Calm) -> None:
+    """Start the token embedding from the autoencoder's, in its first dimensions."""
+    tokens, embedding = model.chunk_embedding.tokens, model.autoencoder.embedding.weight
+    if tokens is None or tokens.embedding_dim < embedding.shape[1]:
         raise ConfigError(
-            "language_model.words_from_autoencoder needs a token embedding of at least the autoencoder's "
-            f"{words.shape[1]} dimensions; make the backbone wider or leave it out"
+            "language_model.init_embedding_from_autoencoder needs a token embedding of at least the autoencoder's "
+            f"{embedding.shape[1]} dimensions; use a wider backbone or leave it out"
         )
     with torch.no_grad():
-        tokens.weight[:, : words.shape[1]] = words
+        tokens.weight[:, : embedding.shape[1]] = embedding

@@ -36,7 +36,7 @@ def _score(result: dict[str, Any] | None) -> Any:
     """Logarithm of BrierLM; if it is undefined, that of Brier-1, shifted below all defined scores."""
     if result is None:
         return None
-    brier = BrierLM.from_json(result["sums"]).compute(redraws=2)
+    brier = BrierLM.from_json(result["sums"]).compute(resamples=2)
     brier_lm, brier_1 = brier["brier_lm"].value, brier["brier_1"].value
     return np.log(brier_lm) if brier_lm is not None else -100 + np.log(max(brier_1, 1e-9))
 

@@ -1,0 +1,293 @@
+"""Model directories: config.json, safetensors, tokenizer, and model card, as Hugging Face lays them out.
+
+Models are read without importing transformers, which takes seconds, unless their backbone comes from there. Whatever is
+wrong with a directory is said in one sentence.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from calm.autoencoder import Autoencoder, AutoencoderConfig
+from calm.errors import UserError
+from calm.files import write_atomic, write_json
+from calm.llama import LlamaConfig
+from calm.model import Calm, PlainCalmConfig
+from calm.transformer import Transformer
+
+BUNDLED = "bundled"
+CONFIG_FILE, CARD_FILE = "config.json", "README.md"
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+KINDS = {AutoencoderConfig.model_type: "an autoencoder", PlainCalmConfig.model_type: "a CALM language model"}
+RENAMED_WEIGHTS = {"head.own_words.weight": "head.lm_head.weight"}  # of version 0.1.0.dev0
+MAX_SHARD = 5 * 2**30  # bytes of a weight file
+
+
+# ------------------------------------------------------------------------------------------------------- directories
+
+
+def resolve_model_dir(name: Path) -> Path:
+    """A model's directory; `bundled` is the one that comes with the package."""
+    return Path(str(files("calm") / BUNDLED)) if str(name) == BUNDLED and not name.exists() else name
+
+
+def model_type(directory: Path) -> str:
+    """The `model_type` of a model directory."""
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        hint = f"; its model is in {directory / 'model'}" if (directory / "model" / CONFIG_FILE).exists() else ""
+        raise UserError(f"{directory} is not a model directory (it has no {CONFIG_FILE}){hint}")
+    return str(field_of(read_json(path, f"the model in {directory} cannot be read: "), "model_type", path))
+
+
+class ModelInfo(NamedTuple):
+    """What a language model's config.json says, without its weights being read."""
+
+    chunk_size: int | None  # None: a Transformer, which predicts one token at a time
+    vocab_size: int
+    max_tokens: int | None  # that fit its positions and, so that all of them are attended to, its attention window
+
+
+def read_info(directory: Path) -> ModelInfo:
+    """Sizes of a saved language model."""
+    kind, fields = model_type(directory), read_json(directory / CONFIG_FILE)
+    if kind in KINDS:
+        _check_kind(directory, PlainCalmConfig.model_type)
+    with _described(directory):
+        chunk_size = fields["autoencoder_config"]["chunk_size"] if kind in KINDS else None
+        backbone = backbone_config(fields["backbone_config"] if kind in KINDS else fields)
+        vocab_size = fields["autoencoder_config"]["vocab_size"] if kind in KINDS else backbone.vocab_size
+        limits = (getattr(backbone, name, None) for name in ("max_position_embeddings", "sliding_window"))
+        max_tokens = min((limit * (chunk_size or 1) for limit in limits if limit), default=None)
+    return ModelInfo(chunk_size, vocab_size, max_tokens)
+
+
+def backbone_config(fields: dict[str, Any]) -> Any:
+    """The config of a backbone, ours or transformers'."""
+    if LlamaConfig.describes(fields):
+        return LlamaConfig(**fields)
+    from transformers import AutoConfig
+
+    names = {name: value for name, value in fields.items() if name != "model_type"}
+    return AutoConfig.for_model(fields["model_type"], **names).get_text_config()
+
+
+def read_json(path: Path, context: str = "") -> dict[str, Any]:
+    """A JSON object from a file; `context` begins the error message."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{context}{path.name} cannot be read ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{context}{path.name} should hold an object, not a {type(content).__name__}")
+    return content
+
+
+def field_of(fields: dict[str, Any], name: str, place: Path) -> Any:
+    if name not in fields:
+        raise UserError(f"{place}: the field {name!r} is missing")
+    return fields[name]
+
+
+# ----------------------------------------------------------------------------------------------------------- loading
+
+
+def load_language_model(directory: Path) -> Any:
+    """A CALM model or a Transformer, in fp32."""
+    return load_calm(directory) if model_type(directory) in KINDS else load_transformer(directory)
+
+
+def load_autoencoder(directory: Path) -> Autoencoder:
+    _check_kind(directory, AutoencoderConfig.model_type)
+    with _described(directory):
+        known, fields = AutoencoderConfig.model_fields, read_json(directory / CONFIG_FILE)
+        with no_init():
+            model = Autoencoder(AutoencoderConfig(**{name: fields[name] for name in known if name in fields}))
+    return _fill(model, directory)
+
+
+def load_calm(directory: Path) -> Calm:
+    _check_kind(directory, PlainCalmConfig.model_type)
+    with _described(directory), no_init():
+        model = build_calm(read_json(directory / CONFIG_FILE))
+    return _fill(model, directory)
+
+
+def build_calm(fields: dict[str, Any]) -> Calm:
+    """The model that a config.json describes, with any backbone."""
+    backbone_fields = fields["backbone_config"]
+    if LlamaConfig.describes(backbone_fields):
+        return Calm(PlainCalmConfig(**fields))
+    from calm.hf import build_backbone
+
+    backbone = build_backbone(backbone_fields)
+    return Calm(PlainCalmConfig(**{**fields, "backbone_config": backbone.config}), backbone)
+
+
+def load_transformer(directory: Path) -> Any:
+    """A language model with a softmax over tokens: a Llama, or any other that transformers knows."""
+    if (kind := model_type(directory)) in KINDS:
+        raise UserError(f"{directory} holds {KINDS[kind]}, not a Transformer with a softmax over tokens")
+    fields = read_json(directory / CONFIG_FILE)
+    if not LlamaConfig.describes(fields):
+        from calm.hf import load_foreign_transformer
+
+        return load_foreign_transformer(directory)
+    with _described(directory), no_init():
+        model = Transformer(LlamaConfig(**fields))
+    return _fill(model, directory)
+
+
+def _check_kind(directory: Path, expected: str) -> None:
+    if (kind := model_type(directory)) != expected:
+        raise UserError(f"{directory} holds {KINDS.get(kind, f'a model of type {kind!r}')}, not {KINDS[expected]}")
+
+
+@contextmanager
+def _described(directory: Path) -> Iterator[None]:
+    """What a config.json does not allow is the directory's fault."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"the model in {directory} cannot be read: {error}") from error
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise UserError(f"the model in {directory} cannot be read: {place}: {problem['msg']}") from error
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        reason = (str(error) or repr(error)).splitlines()[0]
+        raise UserError(f"the model in {directory} cannot be read: {type(error).__name__}: {reason}") from error
+
+
+class no_init(TorchFunctionMode):  # noqa: N801  # used like torch.no_grad
+    """Modules built in this context are left uninitialised: their weights are loaded at once."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return None if getattr(func, "__module__", None) == nn.init.__name__ else func(*args, **(kwargs or {}))
+
+
+def _fill(model: Any, directory: Path) -> Any:
+    """Load the weights of a directory, which must be exactly those of the model; in eval mode."""
+    weights = {RENAMED_WEIGHTS.get(name, name): value for name, value in read_weights(directory).items()}
+    expected = model.state_dict()
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    if tied and "lm_head.weight" not in weights and "model.embed_tokens.weight" in weights:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    weights = {name: value for name, value in weights.items() if not name.endswith("rotary_emb.inv_freq")}
+    wrong = [name for name in (*expected, *weights) if (name in expected) != (name in weights)]
+    wrong += [name for name in expected if name in weights and expected[name].shape != weights[name].shape]
+    if wrong:
+        raise UserError(f"the weights in {directory} do not fit their config.json: {', '.join(wrong[:3])}")
+    model.load_state_dict(weights, assign=not tied)
+    return model.requires_grad_(True).eval()
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """A state dict in fp32, from one file or many: safetensors, or a pickle that is read with weights_only."""
+    for name in WEIGHT_FILES:
+        if (index := directory / f"{name}.index.json").exists():
+            shards = sorted(set(field_of(read_json(index), "weight_map", directory).values()))
+        elif (directory / name).exists():
+            shards = [name]
+        else:
+            continue
+        weights: dict[str, Tensor] = {}
+        for shard in shards:
+            weights |= _read_file(directory / Path(shard).name)
+        return weights
+    raise UserError(f"{directory} holds no weights: neither {' nor '.join(WEIGHT_FILES)}")
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            weights = load_file(path)
+        else:
+            weights = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}") from error
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise UserError(f"{path} is not a state dict of tensors")
+    return {name: value.float() for name, value in weights.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------ saving
+
+
+def save_model(model: Any, directory: Path, state_dict: dict[str, Tensor] | None = None) -> None:
+    """Write a directory that this package and transformers' Auto classes load.
+
+    Args:
+        model: an autoencoder, a CALM model, or a Transformer.
+        directory: a new directory; whoever needs it to appear at once renames it afterwards.
+        state_dict: the weights, if they were gathered from several processes.
+    """
+    from huggingface_hub import save_torch_state_dict
+
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = model.state_dict() if state_dict is None else state_dict
+    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    write_json(directory / CONFIG_FILE, {**model.config_dict(), "dtype": dtype})
+    tied = ["lm_head.weight"]  # if it is the token embedding, it is saved under that name, as transformers does
+    save_torch_state_dict(_separated(weights), directory, max_shard_size=MAX_SHARD, shared_tensors_to_discard=tied)
+    if isinstance(model, Calm):
+        write_card(model, directory)
+
+
+def _separated(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of those that are parts of larger memory, as `calm.cpu` fuses them; tied ones stay tied."""
+    parts = [value for value in weights.values() if value.untyped_storage().nbytes() != value.nbytes]
+    copies = {value.data_ptr(): value.clone() for value in parts}
+    return {name: copies.get(value.data_ptr(), value) for name, value in weights.items()}
+
+
+def write_card(model: Any, directory: Path) -> None:
+    """Write a model card, unless there is one."""
+    if not (directory / CARD_FILE).exists():
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        write_atomic(directory / CARD_FILE, model_card(model.config, parameters).encode())
+
+
+def model_card(config: Any, parameters: int) -> str:
+    """The README.md of a CALM model: what it is, and how to load it."""
+    backbone = config.backbone_config
+    return f"""---
+library_name: calm-lm
+pipeline_tag: text-generation
+tags: [calm, continuous-autoregressive]
+---
+
+# A continuous autoregressive language model
+
+It predicts one vector of {config.latent_size} numbers for every {config.chunk_size} tokens.
+
+| | |
+|---|---|
+| parameters, autoencoder included | {parameters:,} |
+| backbone | {backbone.model_type}, {backbone.num_hidden_layers} layers of {backbone.hidden_size} |
+| head | {config.head}, {config.num_head_layers} blocks |
+| model input | {config.model_input} |
+| vocabulary | {config.vocab_size:,} |
+| tokens per chunk (K) | {config.chunk_size} |
+
+```python
+import calm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("DIRECTORY_OR_NAME")
+tokenizer = AutoTokenizer.from_pretrained("DIRECTORY_OR_NAME")
+```
+
+`run.json`, if present, holds the configuration, versions, and scores of the run that produced the model.
+"""

@@ -1,0 +1,278 @@
+"""The head contract: a head turns the backbone's hidden state into a loss in training, and into draws in generation.
+
+Nobody outside of `heads/` asks which head a model has. A new head is one file with a subclass of `Head` (or, if it
+draws latent vectors, of `VectorHead`) and one line in `HEADS`.
+"""
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from calm.autoencoder import Autoencoder, Posterior
+from calm.errors import UserError
+from calm.noise import RowNoise, Source
+from calm.scores.likelihood import mixture_cross_entropy
+from calm.scores.vocabulary import VocabularySubset, token_losses
+
+NORM_EPS = 1e-6
+FORWARD_AND_BACKWARD = 3  # a backward pass costs two forward passes
+LATENT_ELEMENTS = 2**22  # numbers of a row that a likelihood bound holds at once
+
+
+class HeadConfig(BaseModel):
+    """Fields that a head adds to a recipe and to config.json."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class HeadCost(NamedTuple):
+    """FLOPs per chunk and parameters of a head, by part of the model."""
+
+    parameters: dict[str, int]
+    training: dict[str, float]  # forward and backward
+    generation: dict[str, float]  # one chunk at temperature 1
+    candidate: dict[str, float]  # each further candidate at a lower temperature; empty if there are none
+
+
+class Proposals(ABC):
+    """n draws of the next chunk at each position, decoded no further than somebody asks."""
+
+    lazy: ClassVar[bool]  # whether finding the tokens of a draw costs something
+
+    @abstractmethod
+    def tokens(self) -> Tensor:
+        """All tokens: (n, ..., K)."""
+
+    @abstractmethod
+    def tokens_at(self, draws: Tensor, rows: Tensor, first: int, last: int) -> Tensor:
+        """Tokens `first` to before `last` of some draws (m,) at some positions (m,): (m, last - first)."""
+
+    @abstractmethod
+    def log_probs(self, prefix: Tensor) -> Tensor:
+        """Log-probabilities of the next token under each draw, given the chunk's first tokens (..., k): (n, ..., V)."""
+
+    @abstractmethod
+    def latents(self) -> Tensor:
+        """Latent vectors of the draws: (n, ..., Z)."""
+
+
+class Head(nn.Module, ABC):
+    """What a model asks of its head.
+
+    Args:
+        config: the model's config, which holds the fields of `Config`.
+        autoencoder: the frozen autoencoder. The model owns it; the head only refers to it.
+    """
+
+    Config: ClassVar[type[HeadConfig]] = HeadConfig
+    exact_likelihood: ClassVar[bool]  # whether it has token probabilities of its own
+    methods: ClassVar[tuple[str, ...]]  # sampling methods that it supports
+    unavailable: ClassVar[str] = ""  # why it does not support the others
+    autoencoder: Any
+
+    def __init__(self, config: Any, autoencoder: Autoencoder | None):
+        super().__init__()
+        self.chunk_size: int = config.chunk_size
+        self.vocab_size: int = config.vocab_size
+        object.__setattr__(self, "autoencoder", autoencoder)  # not registered: its weights are the model's
+
+    @abstractmethod
+    def reset_parameters(self) -> None:
+        """Initialise the weights."""
+
+    @abstractmethod
+    def loss(
+        self,
+        hidden: Tensor,
+        chunks: Tensor,
+        *,
+        mask: Tensor | None = None,
+        noise: Source = None,
+        vocabulary: VocabularySubset | None = None,
+    ) -> Tensor:
+        """Training loss, a mean over positions.
+
+        Args:
+            hidden: hidden states (B, L, H).
+            chunks: the chunk that follows each of them, ids (B, L, K).
+            mask: positions that count (B, L).
+            noise: source of randomness.
+            vocabulary: tokens to estimate softmaxes from, for heads with token probabilities.
+        """
+
+    @abstractmethod
+    def propose(self, hidden: Tensor, num_samples: int, noise: Source = None) -> Proposals:
+        """Independent draws of the next chunk for hidden states (..., H)."""
+
+    @abstractmethod
+    def cross_entropy(self, hidden: Tensor, chunks: Tensor, num_latents: int, noise: RowNoise) -> Tensor:
+        """Nats per token of chunks (B, L, K) given hidden states (B, L, H); a bound, unless `exact_likelihood`."""
+
+    def default_method(self, sharpened: bool) -> str:
+        """The method when the user names none; `sharpened`: the temperature is not 1, or tokens are cut off."""
+        return "token"
+
+    def initialize_from(self, autoencoder: Autoencoder) -> None:
+        """Called when the model receives a trained autoencoder."""
+
+    @abstractmethod
+    def cost(self, subset_share: float = 1.0) -> HeadCost:
+        """FLOPs and parameters; `subset_share` is the share of the vocabulary that the training loss sums over."""
+
+    @abstractmethod
+    def activation_size(self) -> float:
+        """Numbers per position that the backward pass keeps."""
+
+    def fsdp_units(self) -> list[nn.Module]:
+        """Modules that FSDP shards as groups of their own."""
+        return []
+
+    def quantizable(self) -> list[nn.Module]:
+        """Modules whose linear layers may be quantized."""
+        return [self]
+
+    @abstractmethod
+    def streamed_weights(self) -> list[Tensor]:
+        """Matrices that drawing one chunk reads from memory, each as often as it is read."""
+
+
+class VectorHead(Head):
+    """A head that draws latent vectors of the frozen autoencoder (§3.2): likelihood-free.
+
+    Subclasses define `sample(hidden, num_samples, generator)` and `latent_loss(hidden, posterior, mask, generator)`.
+    """
+
+    exact_likelihood = False
+    methods = ("token", "batch", "exact", "mixture", "noise")
+    autoencoder: Autoencoder
+
+    def __init__(self, config: Any, autoencoder: Autoencoder | None):
+        super().__init__(config, autoencoder)
+        self.latent_size = config.latent_size
+
+    @abstractmethod
+    def sample(self, hidden: Tensor, num_samples: int = 1, generator: Source = None) -> Tensor:
+        """Samples of the next latent: (..., H) → (N, ..., Z)."""
+
+    @abstractmethod
+    def latent_loss(
+        self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: Source = None
+    ) -> Tensor:
+        """Loss of hidden states (..., H) against the posterior of the next latent (..., Z), a mean over positions."""
+
+    def loss(
+        self,
+        hidden: Tensor,
+        chunks: Tensor,
+        *,
+        mask: Tensor | None = None,
+        noise: Source = None,
+        vocabulary: VocabularySubset | None = None,
+    ) -> Tensor:
+        with torch.no_grad():
+            posterior = self.autoencoder.encode(chunks)
+        return self.latent_loss(hidden, posterior, mask, noise)
+
+    def propose(self, hidden: Tensor, num_samples: int, noise: Source = None) -> "LatentProposals":
+        return LatentProposals(self.autoencoder, check_finite(self.sample(hidden, num_samples, noise)))
+
+    def cross_entropy(self, hidden: Tensor, chunks: Tensor, num_latents: int, noise: RowNoise) -> Tensor:
+        """An upper bound: the mixture of the decoder's softmaxes over `num_latents` samples."""
+        embedding = self.autoencoder.embedding.weight
+        at_once = max(1, LATENT_ELEMENTS // (chunks[0].numel() * embedding.shape[1]))
+        losses = []
+        for first in range(0, num_latents, at_once):
+            latents = self.propose(hidden, min(at_once, num_latents - first), noise).latents()  # (n, B, L, Z)
+            states = self.autoencoder.decoder(latents).flatten(0, -2)  # (n·B·L·K, d)
+            targets = chunks.expand(len(latents), *chunks.shape)
+            losses.append(token_losses(states, embedding, targets.flatten())[1].view(targets.shape))
+        return mixture_cross_entropy(torch.cat(losses))
+
+    @abstractmethod
+    def sample_flops(self) -> tuple[float, float, float]:
+        """FLOPs per position of training (forward and backward), of a first sample, and of each further one."""
+
+    def cost(self, subset_share: float = 1.0) -> HeadCost:
+        training, first, more = self.sample_flops()
+        encoder, decoder, projection = self.autoencoder.flops()
+        decoding = {"autoencoder": decoder, "vocabulary projection": projection}
+        return HeadCost(
+            parameters={"head": count_parameters(self)},
+            training={"head": training, "autoencoder": encoder},
+            generation={"head": first, **decoding},
+            candidate={"head": more, **decoding},
+        )
+
+    def fsdp_units(self) -> list[nn.Module]:
+        return [*self.autoencoder.fsdp_units(), self.autoencoder]
+
+    def streamed_weights(self) -> list[Tensor]:
+        parts = (self, self.autoencoder.decoder, self.autoencoder.nearest)
+        matrices = [p for part in parts for p in part.parameters() if p.ndim > 1]
+        return [*matrices, self.autoencoder.nearest.streamed(self.autoencoder.embedding.weight)]
+
+
+class LatentProposals(Proposals):
+    """Latent vectors (n, ..., Z), decoded position by position."""
+
+    lazy = True
+
+    def __init__(self, autoencoder: Autoencoder, latents: Tensor):
+        self.autoencoder, self._latents = autoencoder, latents
+
+    @cached_property
+    def _states(self) -> Tensor:
+        return self.autoencoder.decoder.chunk_states(self._latents)  # (n, ..., d)
+
+    def latents(self) -> Tensor:
+        return self._latents
+
+    def tokens(self) -> Tensor:
+        return self.autoencoder.tokens(self._latents)
+
+    def tokens_at(self, draws: Tensor, rows: Tensor, first: int, last: int) -> Tensor:
+        states = self.autoencoder.decoder.token_states(self._states[draws, rows], first, last)
+        return self.autoencoder.tokens_of(states)
+
+    def log_probs(self, prefix: Tensor) -> Tensor:
+        position = prefix.shape[-1]
+        states = self.autoencoder.decoder.token_states(self._states, position, position + 1)[..., 0, :]
+        return self.autoencoder.logits(states).float().log_softmax(-1)
+
+
+def check_finite(numbers: Tensor) -> Tensor:
+    if not bool(numbers.isfinite().all()):
+        raise UserError("the model's output is not finite: its weights are damaged")
+    return numbers
+
+
+def masked_mean(losses: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean of losses (..., L) over positions whose mask is 1; the others may hold anything, NaN included."""
+    if mask is None:
+        return losses.mean()
+    return torch.where(mask > 0, losses, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def xavier_init(module: nn.Module) -> None:
+    """Xavier-uniform weights and zero biases, so that small and large heads start alike."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.xavier_uniform_(part.weight)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+        elif isinstance(part, nn.LayerNorm) and part.elementwise_affine:
+            nn.init.ones_(part.weight)
+            nn.init.zeros_(part.bias)
+
+
+def zero_init(linear: nn.Linear) -> None:
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+
+
+def count_parameters(*modules: nn.Module) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())

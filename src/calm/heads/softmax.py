@@ -1,0 +1,116 @@
+"""The softmax over tokens of a standard Transformer, behind the same contract: a chunk has one token."""
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from calm.autoencoder import matmul_flops
+from calm.heads.base import FORWARD_AND_BACKWARD, Head, HeadCost, Proposals, count_parameters
+from calm.noise import RowNoise, Source, draw_uniform, pick
+from calm.scores.vocabulary import Projection, VocabularySubset, token_losses, vocabulary_cross_entropy
+
+
+class _Sizes(NamedTuple):
+    chunk_size: int
+    vocab_size: int
+
+
+class SoftmaxHead(Head):
+    """Softmax over the vocabulary.
+
+    Args:
+        lm_head: the output projection (H → V). The model owns it; the head only refers to it.
+        project: how hidden states become logits; by default by `lm_head`.
+        matmul: how the loss multiplies states with the projection's weight.
+    """
+
+    exact_likelihood = True
+    methods = ("mixture",)
+    unavailable = "it has token probabilities, and a temperature needs no candidates"
+    lm_head: nn.Linear
+    project: nn.Module
+    matmul: Projection
+
+    def __init__(self, lm_head: Any, project: nn.Module | None = None, matmul: Projection = F.linear):
+        super().__init__(_Sizes(1, lm_head.weight.shape[0]), None)
+        object.__setattr__(self, "lm_head", lm_head)
+        object.__setattr__(self, "project", project or lm_head)
+        object.__setattr__(self, "matmul", matmul)
+
+    def reset_parameters(self) -> None:
+        """The model initialises the projection."""
+
+    def loss(
+        self,
+        hidden: Tensor,
+        chunks: Tensor,
+        *,
+        mask: Tensor | None = None,
+        noise: Source = None,
+        vocabulary: VocabularySubset | None = None,
+    ) -> Tensor:
+        """Cross-entropy per token."""
+        counted = torch.ones(chunks.shape[:-1], device=hidden.device) if mask is None else mask.float()
+        weights = (counted / counted.sum().clamp(min=1)).flatten()
+        states, targets = hidden.flatten(0, -2), chunks.flatten()
+        return vocabulary_cross_entropy(states, self.lm_head.weight, targets, weights, vocabulary, self.matmul)
+
+    def propose(self, hidden: Tensor, num_samples: int, noise: Source = None) -> "SoftmaxProposals":
+        return SoftmaxProposals(self, hidden, num_samples, noise)
+
+    def cross_entropy(self, hidden: Tensor, chunks: Tensor, num_latents: int, noise: RowNoise) -> Tensor:
+        states = hidden.flatten(0, -2)
+        return token_losses(states, self.lm_head.weight, chunks.flatten())[1].view(chunks.shape)
+
+    def default_method(self, sharpened: bool) -> str:
+        return "mixture"
+
+    def cost(self, subset_share: float = 1.0) -> HeadCost:
+        flops = matmul_flops(self.lm_head)
+        return HeadCost(
+            parameters={"vocabulary projection": count_parameters(self.lm_head)},
+            training={"vocabulary projection": FORWARD_AND_BACKWARD * flops * subset_share},
+            generation={"vocabulary projection": flops},
+            candidate={},
+        )
+
+    def activation_size(self) -> float:
+        return 3.0 * self.lm_head.out_features
+
+    def quantizable(self) -> list[nn.Module]:
+        return []
+
+    def streamed_weights(self) -> list[Tensor]:
+        return [self.lm_head.weight]
+
+
+class SoftmaxProposals(Proposals):
+    lazy = False
+
+    def __init__(self, head: SoftmaxHead, hidden: Tensor, num_samples: int, noise: Source):
+        self.head, self.hidden, self.num_samples, self.noise = head, hidden, num_samples, noise
+
+    @cached_property
+    def _log_probs(self) -> Tensor:
+        return self.head.project(self.hidden).float().log_softmax(-1)  # (..., V)
+
+    @cached_property
+    def _tokens(self) -> Tensor:
+        uniform = draw_uniform(self.noise, self.hidden, self.num_samples, 1)[..., 0]  # (N, ...)
+        drawn = pick(self._log_probs.exp().flatten(0, -2), uniform.flatten(1).T.contiguous())
+        return drawn.T.reshape(uniform.shape)[..., None]
+
+    def tokens(self) -> Tensor:
+        return self._tokens
+
+    def tokens_at(self, draws: Tensor, rows: Tensor, first: int, last: int) -> Tensor:
+        return self._tokens[draws, rows, first:last]
+
+    def log_probs(self, prefix: Tensor) -> Tensor:
+        return self._log_probs[None]
+
+    def latents(self) -> Tensor:
+        raise NotImplementedError("a Transformer has no latent vectors")

@@ -1,0 +1,671 @@
+"""Adapters to transformers: configs, `PreTrainedModel` classes, Auto classes, and other backbones.
+
+Inside of the package models are plain modules (`model.py`, `autoencoder.py`, `transformer.py`). The classes here are
+the same models in the form that transformers' users expect; and any causal `AutoModel` becomes a backbone.
+"""
+
+import importlib
+import warnings
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils.generic import ModelOutput
+
+from calm.autoencoder import Autoencoder, AutoencoderConfig, chunk_mask
+from calm.checkpoint import KINDS, RENAMED_WEIGHTS, model_type, write_card
+from calm.errors import CalmWarning, ConfigError, UserError, did_you_mean
+from calm.heads.softmax import SoftmaxHead
+from calm.llama import KVCache, Llama, LlamaConfig
+from calm.model import Calm, CalmProperties, calm_fields
+from calm.noise import RowNoise
+from calm.scores.vocabulary import VocabularySubset
+
+IGNORE_INDEX = -100  # labels that transformers leaves out of a loss
+DEFAULT_NEW_TOKENS = 128
+
+
+# ----------------------------------------------------------------------------------------------------------- configs
+
+
+class ChunkAutoencoderConfig(PretrainedConfig):
+    """Config of a `ChunkAutoencoder`. Its fields and defaults are those of `calm.autoencoder.AutoencoderConfig`.
+
+    Example:
+        >>> ChunkAutoencoderConfig(vocab_size=4096, chunk_size=4, latent_size=64)
+    """
+
+    model_type = "calm-autoencoder"
+
+    def __init__(self, **kwargs: Any):
+        own = {name: kwargs.pop(name) for name in AutoencoderConfig.model_fields if name in kwargs}
+        self.__dict__.update(AutoencoderConfig(**own).model_dump())
+        super().__init__(**kwargs)
+
+
+class CalmConfig(CalmProperties, PretrainedConfig):
+    """Config of a `CalmForCausalLM`.
+
+    Args:
+        backbone_config: config of any causal Transformer, or its fields (`model_type`: llama by default).
+        autoencoder_config: a `ChunkAutoencoderConfig`, or its fields.
+        model_input: "discrete", "continuous", or "both" (Table 5 of the paper).
+        head: "energy", "flow", "mean-flow", "diffusion", or "chain".
+        num_head_layers: by default a quarter of the backbone's layers.
+        kwargs: fields of the head, such as `num_model_samples`, `alpha`, and `noise_size` of the energy head.
+
+    Example:
+        >>> CalmConfig({"hidden_size": 256, "num_hidden_layers": 4}, {"vocab_size": 4096}, head="energy")
+    """
+
+    model_type = "calm"
+    sub_configs = {"backbone_config": AutoConfig, "autoencoder_config": ChunkAutoencoderConfig}  # noqa: RUF012  # pyright: ignore
+
+    def __init__(
+        self,
+        backbone_config: PretrainedConfig | dict[str, Any] | None = None,
+        autoencoder_config: ChunkAutoencoderConfig | dict[str, Any] | None = None,
+        **kwargs: Any,
+    ):
+        if not isinstance(autoencoder_config, ChunkAutoencoderConfig):
+            autoencoder_config = ChunkAutoencoderConfig(**(autoencoder_config or {}))
+        if not isinstance(backbone_config, PretrainedConfig):
+            backbone_config = make_backbone_config(backbone_config or {}, autoencoder_config.vocab_size)  # pyright: ignore
+        own, kwargs = calm_fields(autoencoder_config, backbone_config, **kwargs)
+        self.__dict__.update(own)
+        kwargs.setdefault("tie_word_embeddings", False)
+        super().__init__(**kwargs)
+
+    def get_text_config(self, *args, **kwargs):
+        """Attention and caches ask for the part that attends."""
+        return self.backbone_config
+
+
+def make_backbone_config(backbone: dict[str, Any], vocab_size: int) -> PretrainedConfig:
+    """A backbone's config from its `model_type` (Llama by default) and fields, which must be known ones."""
+    given = {"model_type": "llama", "vocab_size": vocab_size, **backbone}
+    kind = given.pop("model_type")
+    try:
+        default = AutoConfig.for_model(kind)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(
+            f"backbone: transformers has no model_type {kind!r}{did_you_mean(kind, CONFIG_MAPPING)}"
+        ) from error
+    known = {*default.to_dict(), *default.attribute_map, "rope_theta", "rope_scaling"}
+    for field in given:
+        if field not in known:
+            raise ConfigError(f"backbone: {kind} has no field {field!r}{did_you_mean(field, known)}")
+    try:
+        return AutoConfig.for_model(kind, **given)
+    except Exception as error:  # transformers' configs raise errors of several libraries
+        raise ConfigError(f"backbone: {kind} cannot be built: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or repr(error)
+
+
+# --------------------------------------------------------------------------------------------------------- backbones
+
+
+class ForeignCache:
+    """transformers' cache behind the interface of `calm.llama.KVCache`."""
+
+    def __init__(self) -> None:
+        self.cache = DynamicCache()
+
+    @property
+    def length(self) -> int:
+        return int(self.cache.get_seq_length())
+
+    def crop(self, length: int) -> None:
+        if self.length > length:
+            self.cache.crop(length - self.length)
+
+    def select(self, rows: Tensor, first: int = 0) -> None:
+        self._change(lambda states: states[rows, :, first:])
+
+    def merge(self, other: "ForeignCache") -> None:
+        length = max(self.length, other.length)
+        new = iter([states for layer in other.cache.layers for states in (layer.keys, layer.values)])  # pyright: ignore
+
+        def joined(states: Any) -> Tensor:
+            both: list[Any] = [states, next(new)]
+            return torch.cat([F.pad(part, (0, 0, length - part.shape[-2], 0)) for part in both])
+
+        self._change(joined)
+
+    def _change(self, function: Any) -> None:
+        for layer in self.cache.layers:
+            layer.keys, layer.values = function(layer.keys), function(layer.values)  # pyright: ignore
+
+
+class _Foreign(nn.Module):
+    """A model of transformers inside of another module; its weights keep their names."""
+
+    wrapped: Any  # a name that none of its children has
+
+    def __init__(self, model: Any):
+        super().__init__()
+        object.__setattr__(self, "wrapped", model)  # not registered: its children, parameters and buffers are shared
+        for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            object.__setattr__(self, kind, getattr(model, kind))
+        self.config = model.config
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The longest list of modules that is in no other list, as experts are."""
+        lists = {path: part for path, part in self.wrapped.named_modules() if isinstance(part, nn.ModuleList)}
+        outer = [part for path, part in lists.items() if not any(path.startswith(f"{other}.") for other in lists)]
+        return max(outer, key=len, default=nn.ModuleList())
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        return self.wrapped.is_gradient_checkpointing
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, enabled: bool) -> None:
+        (self.wrapped.gradient_checkpointing_enable if enabled else self.wrapped.gradient_checkpointing_disable)()
+
+    def train(self, mode: bool = True) -> Any:
+        self.wrapped.train(mode)
+        return super().train(mode)
+
+    def new_cache(self) -> ForeignCache:
+        return ForeignCache()
+
+
+class ForeignBackbone(_Foreign):
+    """Any causal Transformer of transformers as a backbone.
+
+    Args:
+        model: an `AutoModel`. Its token embedding is taken away: it is the chunk embedding's, or unused.
+    """
+
+    token_embedding: Any
+
+    def __init__(self, model: Any):
+        embedding = model.get_input_embeddings()
+        model.set_input_embeddings(None)
+        super().__init__(model)
+        object.__setattr__(self, "token_embedding", embedding)
+
+    def reset_parameters(self) -> None:
+        """transformers has initialised it."""
+
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, cache: ForeignCache | None = None
+    ) -> Tensor:
+        return _call_transformers(self.wrapped, x, positions, mask, cache).last_hidden_state
+
+
+def _call_transformers(
+    model: Any, x: Tensor, positions: Tensor | None, mask: Tensor | None, cache: ForeignCache | None
+) -> Any:
+    if mask is not None and mask.ndim == 4:  # added to the scores: every kind of attention understands it
+        mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, torch.finfo(x.dtype).min)
+    elif mask is not None:
+        mask = mask.long()
+    return model(
+        inputs_embeds=x,
+        position_ids=positions,
+        attention_mask=mask,
+        past_key_values=None if cache is None else cache.cache,
+        use_cache=cache is not None,
+    )
+
+
+def build_transformer(auto_class: Any, config: PretrainedConfig) -> Any:
+    """A new causal Transformer; `auto_class` is AutoModel or AutoModelForCausalLM."""
+    kind = config.model_type
+    try:
+        model = auto_class.from_config(config)
+        model.get_input_embeddings()
+    except Exception as error:  # transformers raises many kinds for a config that makes no sense
+        raise ConfigError(f"a backbone {kind!r} cannot be built: {_one_line(error)}") from error
+    if any(getattr(part, "is_causal", True) is False for part in model.modules()):
+        raise ConfigError(f"a backbone {kind!r} is bidirectional; a language model needs a causal one")
+    return model
+
+
+def build_backbone(config: PretrainedConfig | dict[str, Any]) -> Any:
+    """A backbone with new weights: our Llama, or any other of transformers."""
+    from transformers import AutoModel
+
+    if isinstance(config, dict):
+        kind = config.get("model_type", "llama")
+        config = AutoConfig.for_model(kind, **{name: v for name, v in config.items() if name != "model_type"})
+    if LlamaConfig.describes(config.to_dict()):
+        return Llama(config)
+    return ForeignBackbone(build_transformer(AutoModel, config))
+
+
+def load_backbone(directory: Path, vocab_size: int) -> Any:
+    """The Transformer of a pretrained language model, without its output layer.
+
+    Its token embedding is `token_embedding`, with at least `vocab_size` rows.
+    """
+    from transformers import AutoModel
+
+    if (kind := model_type(directory)) in KINDS:
+        raise UserError(f"{directory} holds {KINDS[kind]}, not a pretrained Transformer")
+    model = _from_pretrained(directory, AutoModel, unexpected_allowed=True)
+    if model.get_input_embeddings().num_embeddings < vocab_size:
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)  # for special tokens that were added
+    if not LlamaConfig.describes(model.config.to_dict()):
+        return ForeignBackbone(model)
+    backbone = Llama(LlamaConfig(**model.config.to_dict()))
+    object.__setattr__(backbone, "token_embedding", model.get_input_embeddings())  # not registered: see Calm.build
+    model.set_input_embeddings(None)
+    backbone.load_state_dict(model.state_dict())
+    return backbone
+
+
+def _from_pretrained(directory: Path, cls: Any, unexpected_allowed: bool = False) -> Any:
+    """In fp32, whatever was saved."""
+    try:
+        model, info = cls.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    except Exception as error:  # transformers and safetensors raise many kinds for a broken directory
+        reason = (str(error) or repr(error)).splitlines()[0]
+        raise UserError(f"the model in {directory} cannot be read: {reason}") from error
+    kinds = ("missing_keys", "mismatched_keys", *(() if unexpected_allowed else ("unexpected_keys",)))
+    if wrong := [name for kind in kinds for name in info[kind]]:
+        raise UserError(f"the weights in {directory} do not fit their config.json: {', '.join(map(str, wrong[:3]))}")
+    return model
+
+
+# ----------------------------------------------------------------------------------------- softmax models, not Llamas
+
+
+class ForeignTransformer(_Foreign):
+    """Any causal language model of transformers behind the interface of `calm.transformer.Transformer`.
+
+    What the backbone returns as hidden states are the logits: some architectures scale or cap them after the output
+    projection.
+    """
+
+    chunk_size = 1
+    front_padding = True
+    fsdp_methods = ("logits",)
+
+    def __init__(self, model: Any):
+        super().__init__(model)
+        self.config.architectures = [type(model).__name__]
+
+    @property
+    def backbone(self) -> "ForeignTransformer":
+        return self
+
+    @property
+    def head(self) -> SoftmaxHead:
+        return SoftmaxHead(self.wrapped.get_output_embeddings(), project=nn.Identity())
+
+    @property
+    def device(self) -> torch.device:
+        return self.wrapped.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.get_text_config().vocab_size
+
+    def embed(self, chunks: Tensor) -> Tensor:
+        return self.wrapped.get_input_embeddings()(chunks[..., 0])
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.wrapped(input_ids=tokens, use_cache=False).logits
+
+    def config_dict(self) -> dict[str, Any]:
+        return self.config.to_dict()
+
+    def forward(
+        self,
+        chunks: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: ForeignCache | None = None,
+        *,
+        targets: Tensor | None = None,
+        noise: RowNoise | None = None,
+        num_chunks: float | None = None,
+    ) -> Any:
+        """Logits of embeddings (B, L, H); of token ids (B, L, 1) the training loss, as in `Transformer.forward`."""
+        if chunks.is_floating_point():
+            return _call_transformers(self.wrapped, chunks, positions, mask, cache).logits
+        labels = chunks[:, 1:, 0]
+        counted = torch.ones_like(labels, dtype=torch.float32) if targets is None else targets[:, 1:].float()
+        logits = self.wrapped(input_ids=chunks[:, :-1, 0], use_cache=False).logits.float()
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return {"loss": (losses * counted.flatten()).sum() / (num_chunks or counted.sum().clamp(min=1))}
+
+    def fsdp_units(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def quantizable(self) -> list[nn.Module]:
+        return [self.wrapped.base_model]
+
+
+def load_foreign_transformer(directory: Path) -> ForeignTransformer:
+    from transformers import AutoModelForCausalLM
+
+    return ForeignTransformer(_from_pretrained(directory, AutoModelForCausalLM)).eval()
+
+
+def build_foreign_transformer(config: PretrainedConfig) -> ForeignTransformer:
+    from transformers import AutoModelForCausalLM
+
+    return ForeignTransformer(build_transformer(AutoModelForCausalLM, config))
+
+
+# ------------------------------------------------------------------------------------------------------------ models
+
+
+@dataclass
+class AutoencoderOutput(ModelOutput):
+    loss: Tensor | None = None  # reconstruction + kl_weight · KL
+    reconstruction: Tensor | None = None  # nats per chunk
+    kl: Tensor | None = None  # nats per chunk, floored
+
+
+@dataclass
+class CalmOutput(ModelOutput):
+    loss: Tensor | None = None
+    last_hidden_state: Tensor | None = None  # (B, L, H), if there are no labels
+    past_key_values: KVCache | ForeignCache | None = None
+
+
+class _PreTrained(PreTrainedModel):
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
+
+
+class ChunkAutoencoder(Autoencoder, _PreTrained):
+    """The autoencoder of §2 as a model of transformers: K tokens ↔ one vector.
+
+    Args:
+        config: a `ChunkAutoencoderConfig`.
+
+    Example:
+        >>> autoencoder = ChunkAutoencoder(ChunkAutoencoderConfig(vocab_size=4096, chunk_size=4))
+        >>> autoencoder.tokens(autoencoder.encode(chunks).mean)  # chunks (..., K) → (..., K)
+    """
+
+    config_class = ChunkAutoencoderConfig
+    config: ChunkAutoencoderConfig
+
+    def __init__(self, config: ChunkAutoencoderConfig):
+        PreTrainedModel.__init__(self, config)
+        self.build(config)
+        self.post_init()
+        self.reset_parameters()
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        noise: RowNoise | None = None,
+        vocabulary: VocabularySubset | None = None,
+        num_chunks: float | None = None,
+    ) -> AutoencoderOutput:
+        """Training loss on rows of whole chunks (B, T). Chunks without a valid token do not count."""
+        size = self.config.chunk_size  # pyright: ignore[reportAttributeAccessIssue]
+        mask = None if attention_mask is None else chunk_mask(attention_mask, size)
+        output = super().forward(input_ids.unflatten(1, (-1, size)), mask, noise, vocabulary, num_chunks)
+        return AutoencoderOutput(**output)  # pyright: ignore[reportArgumentType]
+
+
+class CalmForCausalLM(Calm, _PreTrained):
+    """The language model of §3 as a model of transformers.
+
+    Args:
+        config: a `CalmConfig`.
+
+    Example:
+        >>> model = CalmForCausalLM(CalmConfig({"hidden_size": 256}, {"vocab_size": 4096}))
+        >>> loss = model(input_ids, labels=input_ids).loss                   # (B, T), T a multiple of K
+        >>> model.generate(input_ids, max_new_tokens=32, temperature=0.5, eos_token_id=1, pad_token_id=2)
+    """
+
+    config_class = CalmConfig
+    config: CalmConfig
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = False  # transformers' Trainer then averages over accumulated batches itself
+    _no_split_modules = ["Autoencoder"]  # noqa: RUF012
+
+    def __init__(self, config: CalmConfig):
+        PreTrainedModel.__init__(self, config)
+        self.build(config, build_backbone(config.backbone_config), Autoencoder(config.autoencoder_config))
+        self.post_init()
+        self.reset_parameters()
+        self.freeze_autoencoder()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Called for what a directory lacks: weights, and buffers of other backbones, which can compute them."""
+        backbone: Any = self.backbone
+        if isinstance(backbone, ForeignBackbone):
+            backbone.wrapped._init_weights(backbone.wrapped if module is backbone else module)
+        else:
+            super()._init_weights(module)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As for any model; reads directories of older versions, too."""
+        mapping = {f"^{old}$": new for old, new in RENAMED_WEIGHTS.items()}
+        loaded: Any = super().from_pretrained(
+            *args, key_mapping=mapping | (kwargs.pop("key_mapping", None) or {}), **kwargs
+        )
+        (loaded[0] if isinstance(loaded, tuple) else loaded).freeze_autoencoder()  # transformers unfreezes everything
+        return loaded
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As for any model, with a model card if there is none yet."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            write_card(self, Path(save_directory))
+
+    def get_input_embeddings(self) -> Any:
+        return self.chunk_embedding.tokens
+
+    def set_input_embeddings(self, value: Any) -> None:
+        self.chunk_embedding.tokens = value
+
+    def chunks(self, input_ids: Tensor) -> Tensor:
+        """(B, T) → (B, L, K)."""
+        size = self.config.chunk_size
+        if input_ids.shape[-1] % size:
+            raise ConfigError(
+                f"the model reads whole chunks of {size} tokens, and {input_ids.shape[-1]} is not a multiple of "
+                f"{size}; pad with the tokenizer's pad token (collators have pad_to_multiple_of={size})"
+            )
+        return input_ids.unflatten(-1, (-1, size))
+
+    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
+        """Continue prompts (B, T); see `calm.hf.generate` for the options."""
+        return generate(self, input_ids, attention_mask, **options)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: KVCache | ForeignCache | None = None,
+        noise: RowNoise | None = None,
+        vocabulary: VocabularySubset | None = None,
+        num_chunks: float | None = None,
+    ) -> CalmOutput:
+        """The training loss, or hidden states if there are no labels.
+
+        Args:
+            input_ids: (B, T), T a multiple of K.
+            labels: the ids themselves; -100 where not to learn. A chunk counts if any of its labels does, and if the
+                chunk before it is read.
+            attention_mask: (B, T), 0 for padding.
+            past_key_values: from `model.backbone.new_cache()`.
+            noise: one generator per row, to repeat a loss exactly.
+        """
+        self._check_shapes(input_ids, labels, attention_mask)
+        chunks, size = self.chunks(input_ids), self.config.chunk_size
+        mask = None if attention_mask is None else chunk_mask(attention_mask, size)
+        if labels is None:
+            hidden = self.hidden_states(chunks, mask, past_key_values, noise=noise)  # pyright: ignore
+            return CalmOutput(last_hidden_state=hidden, past_key_values=past_key_values)  # pyright: ignore
+        targets = chunk_mask(labels != IGNORE_INDEX, size)
+        if mask is not None:
+            targets[:, 1:] *= mask[:, 1:] * mask[:, :-1]
+        output = super().forward(chunks, targets, mask, noise, vocabulary, num_chunks)
+        return CalmOutput(loss=output["loss"])  # pyright: ignore[reportArgumentType]
+
+    def _check_shapes(self, input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor | None) -> None:
+        for name, given in (("labels", labels), ("attention_mask", attention_mask)):
+            if given is not None and given.shape != input_ids.shape:
+                raise ConfigError(f"{name} of shape {tuple(given.shape)} for input_ids of {tuple(input_ids.shape)}")
+        if labels is not None and input_ids.shape[-1] < 2 * self.config.chunk_size:
+            raise ConfigError(
+                f"a loss needs at least two chunks of {self.config.chunk_size} tokens, one to read and one to predict"
+            )
+
+
+# -------------------------------------------------------------------------------------------------------- generation
+
+UNSUPPORTED = {
+    "num_beams": "beam search needs probabilities of texts, which a CALM model does not have",
+    "do_sample": "a CALM model always samples; a low temperature, such as 0.1, comes close to greedy decoding",
+    "output_logits": "a CALM model has no logits",
+    "output_scores": "a CALM model has no scores of tokens",
+    "logprobs": "log-probabilities exist with the method 'mixture' only; calm.generate.sampler returns them",
+    "repetition_penalty": "a CALM model has no token probabilities that could be lowered",
+}
+
+
+def generate(
+    model: CalmForCausalLM,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int = DEFAULT_NEW_TOKENS,
+    stop: Many[Many[int]] = (),
+    generator: torch.Generator | None = None,
+    streamer: Any = None,
+    eos_token_id: int | list[int] | None = None,
+    pad_token_id: int | None = None,
+    **options: Any,
+) -> Tensor:
+    """Continue prompts in the manner of transformers.
+
+    Args:
+        input_ids: prompts (B, T).
+        attention_mask: (B, T), 0 for padding, which may be before or after a prompt.
+        stop: sequences of token ids that end a text; they are not part of it.
+        streamer: gets the prompt, then chunk after chunk of a single text.
+        options: fields of `SamplingParams`: temperature, num_candidates, method, and so on.
+
+    Returns:
+        Prompts with their continuations (B, T + new), each cut before its end; shorter ones are padded.
+    """
+    from calm.generate.engine import Engine, Sequence
+
+    params = _sampling_params(options)
+    eos, *other_ends = _special_ids("eos_token_id", eos_token_id, model)
+    pad = _special_ids("pad_token_id", pad_token_id, model)[0]
+    stops = [*_token_lists(stop), *([other] for other in other_ends)]
+    if input_ids.ndim != 2 or not len(input_ids):
+        raise ConfigError(f"input_ids should have the shape (B, T), not {tuple(input_ids.shape)}")
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if mask.shape != input_ids.shape:
+        raise ConfigError(f"attention_mask of shape {tuple(mask.shape)} for input_ids of {tuple(input_ids.shape)}")
+    if streamer is not None and len(input_ids) > 1:
+        raise ConfigError(f"a streamer takes one text, not {len(input_ids)}")
+    prompts = [row[valid.bool()].tolist() for row, valid in zip(input_ids, mask, strict=True)]
+    device = None if generator is None else generator.device
+    seeds = torch.randint(2**62, (len(prompts),), generator=generator, device=device).tolist()
+    sequences = [Sequence(prompt, seed, max_new_tokens, params) for prompt, seed in zip(prompts, seeds, strict=True)]
+    engine = Engine(model, eos, pad)
+    engine.add(sequences)
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    streamed = 0
+    while engine.waiting or engine.running:
+        for sequence, _, _ in engine.step():
+            if (end := _find_stop(sequence.output_ids, stops)) is not None:
+                sequence.output_ids = sequence.output_ids[:end]
+                engine.remove([sequence])
+        if streamer is not None:
+            output = sequences[0].output_ids
+            certain = len(output) - (_partial_stop(output, stops) if engine.running else 0)
+            if certain > streamed:
+                streamer.put(torch.tensor(output[streamed:certain]))
+                streamed = certain
+    if streamer is not None:
+        streamer.end()
+    if warning := engine.stats.warning(sequences[0].params):
+        warnings.warn(warning, CalmWarning, stacklevel=3)
+    outputs = pad_sequence([torch.tensor(s.output_ids, dtype=torch.long) for s in sequences], True, pad)
+    return torch.cat([input_ids, outputs.to(input_ids.device)], dim=1)
+
+
+def _sampling_params(options: dict[str, Any]) -> Any:
+    from calm.generate.sampler import SamplingParams
+
+    known = [field.name for field in fields(SamplingParams)]
+    for name, value in options.items():
+        if name in UNSUPPORTED and not (name == "do_sample" and value):
+            raise ConfigError(f"generate does not support {name}: {UNSUPPORTED[name]}")
+        if name not in known and name != "do_sample":
+            raise ConfigError(f"generate has no option {name!r}{did_you_mean(name, known)}")
+    return SamplingParams(**{name: value for name, value in options.items() if name != "do_sample"})
+
+
+def _special_ids(name: str, given: int | list[int] | None, model: CalmForCausalLM) -> list[int]:
+    """Ids of a special token; a config.json may name several."""
+    ids = given if given is not None else getattr(model.config, name, None)
+    if ids is None:
+        raise ConfigError(f"the model's config.json has no {name}; pass it to generate")
+    return list(ids) if isinstance(ids, list | tuple) else [int(ids)]
+
+
+def _token_lists(stop: Any) -> list[list[int]]:
+    if isinstance(stop, str) or not all(isinstance(ids, list | tuple) for ids in stop):
+        raise ConfigError("stop takes lists of token ids, as tokenizer.encode returns; calm generate takes strings")
+    if not all(stop):
+        raise ConfigError("a stop sequence must not be empty")
+    return [list(ids) for ids in stop]
+
+
+def _find_stop(ids: list[int], stops: list[list[int]]) -> int | None:
+    """Where the first stop sequence begins."""
+    places = range(len(ids))
+    return next((place for place in places if any(s == ids[place : place + len(s)] for s in stops)), None)
+
+
+def _partial_stop(ids: list[int], stops: list[list[int]]) -> int:
+    """How many tokens at the end may be the beginning of a stop sequence."""
+    return max((n for stop in stops for n in range(1, len(stop)) if ids[-n:] == stop[:n]), default=0)
+
+
+# ------------------------------------------------------------------------------------------------------ Auto classes
+
+
+def register_configs() -> None:
+    """Called when transformers' AutoConfig is imported (see calm/_auto.py)."""
+    for config in (ChunkAutoencoderConfig, CalmConfig):
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+
+
+def register_models() -> None:
+    """Called when transformers' AutoModel classes are imported."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    AutoModel.register(ChunkAutoencoderConfig, ChunkAutoencoder, exist_ok=True)
+    AutoModel.register(CalmConfig, CalmForCausalLM, exist_ok=True)
+    AutoModelForCausalLM.register(CalmConfig, CalmForCausalLM, exist_ok=True)
+
+
+register_configs()
+importlib.import_module("transformers.models.auto.modeling_auto")  # which calls register_models
