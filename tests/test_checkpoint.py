@@ -15,7 +15,7 @@ from calm.errors import UserError
 from calm.generate.engine import Engine, Sequence
 from calm.generate.sampler import SamplingParams
 from calm.generate.text import TextGenerator
-from calm.hf import CalmForCausalLM, ForeignBackbone
+from calm.hf import CalmForCausalLM, HFBackbone
 from calm.llama import Llama
 from calm.model import Calm, PlainCalmConfig
 from tests.generate.conftest import BACKBONE, EOS, PAD, build_hf_model
@@ -47,7 +47,7 @@ def load_with_transformers_backbone(directory: Path) -> Calm:
     fields = json.loads((directory / "config.json").read_text())
     backbone_fields = fields["backbone_config"]
     config = AutoConfig.for_model(**backbone_fields)
-    backbone = ForeignBackbone(AutoModel.from_config(config))
+    backbone = HFBackbone(AutoModel.from_config(config))
     model = Calm(PlainCalmConfig(**{**fields, "backbone_config": config}), backbone)
     model.load_state_dict(load_file(directory / "model.safetensors"))
     return model.eval()
@@ -117,7 +117,7 @@ def test_other_backbones_come_from_transformers(tmp_path, backbone):
     model.save_pretrained(tmp_path)
     loaded = load_language_model(tmp_path)
     assert type(loaded) is Calm
-    assert type(loaded.backbone) is ForeignBackbone
+    assert type(loaded.backbone) is HFBackbone
     assert loaded.config.backbone_config.model_type == backbone.get("model_type", "llama")
     assert generate(loaded, PARAMS) == generate(model, PARAMS)
 

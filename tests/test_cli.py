@@ -68,3 +68,12 @@ def test_read_only_output(calm, jsonl, tmp_path):
     done = calm("prepare", jsonl, "--tokenizer", "bpe:300", "--output", "/proc/calm/data")
     assert done.returncode == 2
     assert "cannot write to /proc/calm/data" in done.stderr
+
+
+def test_methods_on_the_command_line_are_those_of_the_sampler():
+    from typing import get_args
+
+    from calm.cli import Method
+    from calm.generate import sampler
+
+    assert [method.value for method in Method] == list(get_args(sampler.Method)) == list(sampler.METHODS)

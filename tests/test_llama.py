@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, L
 
 from calm.checkpoint import load_transformer, save_model
 from calm.errors import ConfigError, UserError
-from calm.llama import SPARE_POSITIONS, KVCache, Llama, LlamaConfig, check_positions, visible_positions
+from calm.llama import SPARE_POSITIONS, KVCache, Llama, LlamaConfig, check_positions, make_attention_mask
 from calm.transformer import Transformer
 
 SIZES = {
@@ -202,19 +202,19 @@ def test_norm(dtype):
     torch.testing.assert_close(output, expected, rtol=2 * eps, atol=1e-7)
 
 
-def test_visible_positions():
+def test_make_attention_mask():
     device = torch.device("cpu")
-    assert visible_positions(None, 4, 4, device) is None
-    assert visible_positions(None, 1, 4, device) is None
-    causal = visible_positions(None, 2, 4, device)
+    assert make_attention_mask(None, 4, 4, device) is None
+    assert make_attention_mask(None, 1, 4, device) is None
+    causal = make_attention_mask(None, 2, 4, device)
     assert causal is not None
     assert causal[0, 0].tolist() == [[True, True, True, False], [True] * 4]
     mask = torch.tensor([[0, 0, 1, 1]])
-    padded = visible_positions(mask, 3, 4, device)
+    padded = make_attention_mask(mask, 3, 4, device)
     assert padded is not None
     assert padded[0, 0].long().tolist() == [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     whole = torch.ones(1, 1, 3, 4, dtype=torch.bool)
-    assert visible_positions(whole, 3, 4, device) is whole
+    assert make_attention_mask(whole, 3, 4, device) is whole
 
 
 # ------------------------------------------------------------------------------------------------------------- config

@@ -1,7 +1,7 @@
 """Model directories: config.json, safetensors, tokenizer, and model card, as Hugging Face lays them out.
 
-Models are read without importing transformers, which takes seconds, unless their backbone comes from there. Whatever is
-wrong with a directory is said in one sentence.
+Models are read without importing transformers, which takes seconds, unless their backbone comes from there. Invalid
+directories raise a one-sentence `UserError`.
 """
 
 import json
@@ -64,7 +64,7 @@ def read_info(directory: Path) -> ModelInfo:
     kind, fields = model_type(directory), read_json(directory / CONFIG_FILE)
     if kind in KINDS:
         _check_kind(directory, PlainCalmConfig.model_type)
-    with _described(directory):
+    with _config_errors(directory):
         chunk_size = fields["autoencoder_config"]["chunk_size"] if kind in KINDS else None
         backbone = backbone_config(fields["backbone_config"] if kind in KINDS else fields)
         vocab_size = fields["autoencoder_config"]["vocab_size"] if kind in KINDS else backbone.vocab_size
@@ -110,18 +110,18 @@ def load_language_model(directory: Path) -> Any:
 
 def load_autoencoder(directory: Path) -> Autoencoder:
     _check_kind(directory, AutoencoderConfig.model_type)
-    with _described(directory):
+    with _config_errors(directory):
         known, fields = AutoencoderConfig.model_fields, read_json(directory / CONFIG_FILE)
         with no_init():
             model = Autoencoder(AutoencoderConfig(**{name: fields[name] for name in known if name in fields}))
-    return _fill(model, directory)
+    return _load_weights(model, directory)
 
 
 def load_calm(directory: Path) -> Calm:
     _check_kind(directory, PlainCalmConfig.model_type)
-    with _described(directory), no_init():
+    with _config_errors(directory), no_init():
         model = build_calm(read_json(directory / CONFIG_FILE))
-    return _fill(model, directory)
+    return _load_weights(model, directory)
 
 
 def build_calm(fields: dict[str, Any]) -> Calm:
@@ -141,12 +141,12 @@ def load_transformer(directory: Path) -> Any:
         raise UserError(f"{directory} holds {KINDS[kind]}, not a Transformer with a softmax over tokens")
     fields = read_json(directory / CONFIG_FILE)
     if not LlamaConfig.describes(fields):
-        from calm.hf import load_foreign_transformer
+        from calm.hf import load_hf_transformer
 
-        return load_foreign_transformer(directory)
-    with _described(directory), no_init():
+        return load_hf_transformer(directory)
+    with _config_errors(directory), no_init():
         model = Transformer(LlamaConfig(**fields))
-    return _fill(model, directory)
+    return _load_weights(model, directory)
 
 
 def _check_kind(directory: Path, expected: str) -> None:
@@ -155,8 +155,8 @@ def _check_kind(directory: Path, expected: str) -> None:
 
 
 @contextmanager
-def _described(directory: Path) -> Iterator[None]:
-    """What a config.json does not allow is the directory's fault."""
+def _config_errors(directory: Path) -> Iterator[None]:
+    """Convert errors caused by a config.json to `UserError`."""
     try:
         yield
     except UserError as error:
@@ -165,7 +165,9 @@ def _described(directory: Path) -> Iterator[None]:
         problem = error.errors()[0]
         place = ".".join(map(str, problem["loc"]))
         raise UserError(f"the model in {directory} cannot be read: {place}: {problem['msg']}") from error
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+    except KeyError as error:
+        raise UserError(f"the model in {directory} cannot be read: {CONFIG_FILE} has no field {error}") from error
+    except (AttributeError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         reason = (str(error) or repr(error)).splitlines()[0]
         raise UserError(f"the model in {directory} cannot be read: {type(error).__name__}: {reason}") from error
 
@@ -177,7 +179,7 @@ class no_init(TorchFunctionMode):  # noqa: N801  # used like torch.no_grad
         return None if getattr(func, "__module__", None) == nn.init.__name__ else func(*args, **(kwargs or {}))
 
 
-def _fill(model: Any, directory: Path) -> Any:
+def _load_weights(model: Any, directory: Path) -> Any:
     """Load the weights of a directory, which must be exactly those of the model; in eval mode."""
     weights = {RENAMED_WEIGHTS.get(name, name): value for name, value in read_weights(directory).items()}
     expected = model.state_dict()
@@ -230,7 +232,7 @@ def save_model(model: Any, directory: Path, state_dict: dict[str, Tensor] | None
 
     Args:
         model: an autoencoder, a CALM model, or a Transformer.
-        directory: a new directory; whoever needs it to appear at once renames it afterwards.
+        directory: written in place, not atomically; rename it afterwards if it must appear at once.
         state_dict: the weights, if they were gathered from several processes.
     """
     from huggingface_hub import save_torch_state_dict

@@ -84,7 +84,7 @@ class CalmConfig(CalmProperties, PretrainedConfig):
         super().__init__(**kwargs)
 
     def get_text_config(self, *args, **kwargs):
-        """Attention and caches ask for the part that attends."""
+        """The backbone's config, which transformers uses for attention and caches."""
         return self.backbone_config
 
 
@@ -115,7 +115,7 @@ def _one_line(error: Exception) -> str:
 # --------------------------------------------------------------------------------------------------------- backbones
 
 
-class ForeignCache:
+class HFCache:
     """transformers' cache behind the interface of `calm.llama.KVCache`."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class ForeignCache:
     def select(self, rows: Tensor, first: int = 0) -> None:
         self._change(lambda states: states[rows, :, first:])
 
-    def merge(self, other: "ForeignCache") -> None:
+    def merge(self, other: "HFCache") -> None:
         length = max(self.length, other.length)
         new = iter([states for layer in other.cache.layers for states in (layer.keys, layer.values)])  # pyright: ignore
 
@@ -147,7 +147,7 @@ class ForeignCache:
             layer.keys, layer.values = function(layer.keys), function(layer.values)  # pyright: ignore
 
 
-class _Foreign(nn.Module):
+class _HFModule(nn.Module):
     """A model of transformers inside of another module; its weights keep their names."""
 
     wrapped: Any  # a name that none of its children has
@@ -178,11 +178,11 @@ class _Foreign(nn.Module):
         self.wrapped.train(mode)
         return super().train(mode)
 
-    def new_cache(self) -> ForeignCache:
-        return ForeignCache()
+    def new_cache(self) -> HFCache:
+        return HFCache()
 
 
-class ForeignBackbone(_Foreign):
+class HFBackbone(_HFModule):
     """Any causal Transformer of transformers as a backbone.
 
     Args:
@@ -201,13 +201,13 @@ class ForeignBackbone(_Foreign):
         """transformers has initialised it."""
 
     def forward(
-        self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, cache: ForeignCache | None = None
+        self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, cache: HFCache | None = None
     ) -> Tensor:
         return _call_transformers(self.wrapped, x, positions, mask, cache).last_hidden_state
 
 
 def _call_transformers(
-    model: Any, x: Tensor, positions: Tensor | None, mask: Tensor | None, cache: ForeignCache | None
+    model: Any, x: Tensor, positions: Tensor | None, mask: Tensor | None, cache: HFCache | None
 ) -> Any:
     if mask is not None and mask.ndim == 4:  # added to the scores: every kind of attention understands it
         mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, torch.finfo(x.dtype).min)
@@ -244,7 +244,7 @@ def build_backbone(config: PretrainedConfig | dict[str, Any]) -> Any:
         config = AutoConfig.for_model(kind, **{name: v for name, v in config.items() if name != "model_type"})
     if LlamaConfig.describes(config.to_dict()):
         return Llama(config)
-    return ForeignBackbone(build_transformer(AutoModel, config))
+    return HFBackbone(build_transformer(AutoModel, config))
 
 
 def load_backbone(directory: Path, vocab_size: int) -> Any:
@@ -260,7 +260,7 @@ def load_backbone(directory: Path, vocab_size: int) -> Any:
     if model.get_input_embeddings().num_embeddings < vocab_size:
         model.resize_token_embeddings(vocab_size, mean_resizing=False)  # for special tokens that were added
     if not LlamaConfig.describes(model.config.to_dict()):
-        return ForeignBackbone(model)
+        return HFBackbone(model)
     backbone = Llama(LlamaConfig(**model.config.to_dict()))
     object.__setattr__(backbone, "token_embedding", model.get_input_embeddings())  # not registered: see Calm.build
     model.set_input_embeddings(None)
@@ -284,7 +284,7 @@ def _from_pretrained(directory: Path, cls: Any, unexpected_allowed: bool = False
 # ----------------------------------------------------------------------------------------- softmax models, not Llamas
 
 
-class ForeignTransformer(_Foreign):
+class HFTransformer(_HFModule):
     """Any causal language model of transformers behind the interface of `calm.transformer.Transformer`.
 
     What the backbone returns as hidden states are the logits: some architectures scale or cap them after the output
@@ -300,7 +300,7 @@ class ForeignTransformer(_Foreign):
         self.config.architectures = [type(model).__name__]
 
     @property
-    def backbone(self) -> "ForeignTransformer":
+    def backbone(self) -> "HFTransformer":
         return self
 
     @property
@@ -329,7 +329,7 @@ class ForeignTransformer(_Foreign):
         chunks: Tensor,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
-        cache: ForeignCache | None = None,
+        cache: HFCache | None = None,
         *,
         targets: Tensor | None = None,
         noise: RowNoise | None = None,
@@ -351,16 +351,16 @@ class ForeignTransformer(_Foreign):
         return [self.wrapped.base_model]
 
 
-def load_foreign_transformer(directory: Path) -> ForeignTransformer:
+def load_hf_transformer(directory: Path) -> HFTransformer:
     from transformers import AutoModelForCausalLM
 
-    return ForeignTransformer(_from_pretrained(directory, AutoModelForCausalLM)).eval()
+    return HFTransformer(_from_pretrained(directory, AutoModelForCausalLM)).eval()
 
 
-def build_foreign_transformer(config: PretrainedConfig) -> ForeignTransformer:
+def build_hf_transformer(config: PretrainedConfig) -> HFTransformer:
     from transformers import AutoModelForCausalLM
 
-    return ForeignTransformer(build_transformer(AutoModelForCausalLM, config))
+    return HFTransformer(build_transformer(AutoModelForCausalLM, config))
 
 
 # ------------------------------------------------------------------------------------------------------------ models
@@ -377,7 +377,7 @@ class AutoencoderOutput(ModelOutput):
 class CalmOutput(ModelOutput):
     loss: Tensor | None = None
     last_hidden_state: Tensor | None = None  # (B, L, H), if there are no labels
-    past_key_values: KVCache | ForeignCache | None = None
+    past_key_values: KVCache | HFCache | None = None
 
 
 class _PreTrained(PreTrainedModel):
@@ -449,7 +449,7 @@ class CalmForCausalLM(Calm, _PreTrained):
     def _init_weights(self, module: nn.Module) -> None:
         """Called for what a directory lacks: weights, and buffers of other backbones, which can compute them."""
         backbone: Any = self.backbone
-        if isinstance(backbone, ForeignBackbone):
+        if isinstance(backbone, HFBackbone):
             backbone.wrapped._init_weights(backbone.wrapped if module is backbone else module)
         else:
             super()._init_weights(module)
@@ -495,7 +495,7 @@ class CalmForCausalLM(Calm, _PreTrained):
         input_ids: Tensor,
         labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: KVCache | ForeignCache | None = None,
+        past_key_values: KVCache | HFCache | None = None,
         noise: RowNoise | None = None,
         vocabulary: VocabularySubset | None = None,
         num_chunks: float | None = None,

@@ -109,7 +109,7 @@ def check_positions(config: Any, length: int, unit: str) -> None:
 
 
 class KVCache:
-    """Keys and values of a batch of sequences, in memory that is allocated ahead of its use.
+    """Keys and values of a batch of sequences, in preallocated memory.
 
     Per layer (B, heads, capacity, d), of which the first `length` positions are in use. Sequences are right-aligned:
     the last position of every row is its newest. A decoding step writes one position and copies nothing.
@@ -196,7 +196,7 @@ def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return (heads * cosines + torch.cat([-second, first], dim=-1) * sines).to(heads.dtype)
 
 
-def visible_positions(mask: Tensor | None, length: int, total: int, device: torch.device) -> Tensor | None:
+def make_attention_mask(mask: Tensor | None, length: int, total: int, device: torch.device) -> Tensor | None:
     """What the last `length` of `total` positions attend to, as a boolean mask (B or 1, 1, length, total).
 
     `mask` (B, total) is false for padding; a four-dimensional one is taken as it is. None stands for plain causal
@@ -311,7 +311,7 @@ class Llama(nn.Module):
         Args:
             x: embeddings (B, L, H).
             positions: (B, L); by default they count on from the cache.
-            mask: which of all positions, cached ones included, are valid (B, total); or who attends to whom
+            mask: which of all positions, cached ones included, are valid (B, total); or a 4D attention mask
                 (B, 1, L, total). None: there is no padding.
             cache: keys and values of earlier positions, to which these are added.
 
@@ -322,7 +322,7 @@ class Llama(nn.Module):
         if positions is None:
             positions = torch.arange(before, before + length, device=x.device)[None]
         rotary = rotary_embedding(positions, self.config)
-        visible = visible_positions(mask, length, before + length, x.device)
+        visible = make_attention_mask(mask, length, before + length, x.device)
         for layer in self.layers:
             if self.gradient_checkpointing and self.training:
                 x = checkpoint(layer, x, rotary, visible, cache, use_reentrant=False)  # pyright: ignore

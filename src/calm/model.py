@@ -33,7 +33,7 @@ def calm_fields(
     front_padding: bool = True,  # whether training has seen padding at the front of sequences
     **fields: Any,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The validated fields of a model's config, and those that belong to nobody here.
+    """The validated fields of a model's config, and the remaining, unrecognized fields.
 
     Fields of the chosen head get their defaults; fields of other heads are dropped.
     """

@@ -1,7 +1,7 @@
 """Random numbers per row: every row of a batch has its own generator.
 
-A row is seeded by (seed, its number since the start of training), so its noise, dropout, and samples do not depend on
-the process or the batch that it is in.
+In training a row is seeded by (seed, its number since the start), in generation by (seed, its number in the request),
+so its noise, dropout, and samples do not depend on the process or the batch that it is in.
 """
 
 import torch

@@ -19,7 +19,7 @@ from calm.errors import UserError
 from calm.generate.engine import Engine, Sequence
 from calm.generate.sampler import SamplingParams
 from calm.generate.text import TextGenerator
-from calm.hf import ForeignTransformer
+from calm.hf import HFTransformer
 from calm.llama import Llama, LlamaConfig
 from calm.model import Calm, PlainCalmConfig
 from calm.transformer import Transformer
@@ -42,7 +42,7 @@ def make_model(kind: str) -> Any:
     if kind == "transformer":
         return Transformer(LlamaConfig(**BACKBONE)).eval()
     if kind == "other transformer":
-        return ForeignTransformer(Qwen2ForCausalLM(Qwen2Config(**BACKBONE, num_key_value_heads=2)).eval())
+        return HFTransformer(Qwen2ForCausalLM(Qwen2Config(**BACKBONE, num_key_value_heads=2)).eval())
     return Calm(PlainCalmConfig(BACKBONE, AUTOENCODER, head=kind)).eval()
 
 

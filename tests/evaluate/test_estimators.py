@@ -13,7 +13,7 @@ from calm.errors import UserError
 from calm.evaluate import estimators as module
 from calm.evaluate.branches import Branches
 from calm.evaluate.estimators import PrefixEstimator, SampleEstimator, estimator_of
-from calm.hf import ForeignTransformer
+from calm.hf import HFTransformer
 from calm.llama import LlamaConfig
 from calm.model import Calm, PlainCalmConfig
 from calm.noise import RowNoise, draw_uniform
@@ -138,10 +138,10 @@ def new_transformer() -> Transformer:
     return Transformer(LlamaConfig(**SMALL, vocab_size=V, initializer_range=0.5)).eval()
 
 
-def foreign_transformer() -> ForeignTransformer:
+def foreign_transformer() -> HFTransformer:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=V, n_embd=16, n_head=2, n_layer=2, initializer_range=0.5))
-    return ForeignTransformer(model).eval()
+    return HFTransformer(model).eval()
 
 
 def transformer_probability(model):
@@ -264,7 +264,7 @@ def transformer_with(attention: str):
     if attention == "own":
         return Transformer(LlamaConfig(**fields)).eval()
     config = TransformersLlamaConfig(**fields, attn_implementation=attention)
-    return ForeignTransformer(LlamaForCausalLM(config)).eval()
+    return HFTransformer(LlamaForCausalLM(config)).eval()
 
 
 @pytest.mark.parametrize("attention", ["own", "eager", "sdpa"])
@@ -277,7 +277,7 @@ def test_branch_attends_only_to_its_own_past(attention):
     texts = [[*tokens[node // 6, : node % 6 + 1].tolist()] for node in range(12)]
 
     def read(text):
-        if isinstance(model, ForeignTransformer):  # whose hidden states are the logits
+        if isinstance(model, HFTransformer):  # whose hidden states are the logits
             return model.logits(torch.tensor([text]))[0, -1]
         return model.backbone(model.embed(torch.tensor([text])[..., None]))[0, -1]
 
@@ -311,7 +311,7 @@ def test_all_positions_are_used_and_no_more():
     model.transformer.wte.weight.data.mul_(50)  # confident, so that branches go on
     tokens = torch.randint(30, (2, LENGTH + 4))
     with torch.no_grad():
-        estimator = PrefixEstimator(ForeignTransformer(model).eval(), LENGTH, 64)
+        estimator = PrefixEstimator(HFTransformer(model).eval(), LENGTH, 64)
         estimator.check()
         collision = estimator.estimate(tokens, RowNoise([0, 1])).collision
     assert (collision[:, -1, 3] > 0).all()
@@ -326,7 +326,7 @@ def test_architectures_without_branches_are_refused(kind):
     }
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, vocab_size=30, initializer_range=0.5, **sizes[kind])
-    model = ForeignTransformer(AutoModelForCausalLM.from_config(config)).eval()
+    model = HFTransformer(AutoModelForCausalLM.from_config(config)).eval()
     with torch.no_grad(), pytest.raises(UserError, match="cannot be scored"):
         PrefixEstimator(model, LENGTH, 2).check()
 

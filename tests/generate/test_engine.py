@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from calm.errors import ConfigError
 from calm.generate.engine import Engine, Sequence
 from calm.generate.sampler import SamplingParams
-from calm.hf import ForeignTransformer
+from calm.hf import HFTransformer
 from calm.llama import LlamaConfig
 from calm.noise import RowNoise
 from calm.transformer import Transformer
@@ -43,10 +43,10 @@ def build_transformer() -> Transformer:
     return Transformer(config).eval()
 
 
-def build_gpt2() -> ForeignTransformer:
+def build_gpt2() -> HFTransformer:
     torch.manual_seed(0)
     sizes = {name: value for name, value in GPT2.items() if name not in ("model_type", "n_positions")}
-    return ForeignTransformer(GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB_SIZE, n_positions=64, **sizes))).eval()
+    return HFTransformer(GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB_SIZE, n_positions=64, **sizes))).eval()
 
 
 def generate(model, prompts, seeds, max_new_tokens, eos_token_id=EOS, **options) -> list[list[int]]:

@@ -3,7 +3,7 @@
 A CALM model, from a few samples at each position:
 
 score                  decides which checkpoint is best: minus the energy loss
-energy_loss            of samples against the true next chunk: a proper score, whatever the head
+energy_loss            with α = 1, of samples against the true next chunk: a proper score, whatever the head
 fidelity, diversity    its two terms, 2·E|x - z| and E|x - x'|; a collapsed model has no diversity
 context_gap            how much worse the samples fit another position's target; 0: the context is ignored
 sample_spread          standard deviation of samples per dimension; 0: the noise is ignored

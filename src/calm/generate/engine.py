@@ -1,4 +1,4 @@
-"""The generation engine: continuous batching of sequences of token ids; it knows no text.
+"""The generation engine: continuous batching of sequences of token ids.
 
     add → waiting → a step: read what is new, sample a chunk for every sequence → StepOutput → remove
 
@@ -125,7 +125,7 @@ class Engine:
         self.noise = RowNoise([])
         self.cache = self.model.backbone.new_cache()
         self.mask = torch.zeros(0, 0, dtype=torch.bool, device=self.model.device)  # (B, L): false for padding
-        self.unread = torch.zeros(0, self.model.chunk_size, dtype=torch.long, device=self.model.device)  # (B, K)
+        self.next_chunks = torch.zeros(0, self.model.chunk_size, dtype=torch.long, device=self.model.device)  # (B, K)
 
     def validate(self, sequence: Sequence) -> None:
         """Refuse what the model cannot do; resolves the sampling method."""
@@ -159,8 +159,8 @@ class Engine:
         if not keep:
             self._clear()
             return
-        rows = torch.tensor(keep, device=self.unread.device)
-        self.noise, self.unread, self.mask = self.noise.rows(keep), self.unread[rows], self.mask[rows]
+        rows = torch.tensor(keep, device=self.next_chunks.device)
+        self.noise, self.next_chunks, self.mask = self.noise.rows(keep), self.next_chunks[rows], self.mask[rows]
         first = int(self.mask.any(0).int().argmax())  # positions of longer sequences that are gone
         self.mask = self.mask[:, first:]
         self.cache.select(rows, first)
@@ -172,7 +172,7 @@ class Engine:
         if self.waiting:
             hidden.append(self._prefill())
         agreement = self._sample(torch.cat(hidden))
-        outputs, rows = [], self.unread.tolist()
+        outputs, rows = [], self.next_chunks.tolist()
         for sequence, chunk, share in zip(self.running, rows, agreement, strict=True):
             ids = chunk[: sequence.max_new_tokens - len(sequence.output_ids)]
             if self.eos_token_id in ids:
@@ -185,14 +185,14 @@ class Engine:
     def _decode(self) -> Tensor:
         """Read the chunks of the last step: (B, H)."""
         self.mask = F.pad(self.mask, (0, 1), value=True)
-        return self._read(self.unread[:, None], self.mask, self.mask.sum(1, keepdim=True) - 1, self.cache)
+        return self._forward(self.next_chunks[:, None], self.mask, self.mask.sum(1, keepdim=True) - 1, self.cache)
 
     def _prefill(self) -> Tensor:
         """Read the prompts of waiting sequences and add them to the batch: (new sequences, H)."""
         new, self.waiting = self.waiting, []
         chunks, mask = self._pad([sequence.prompt for sequence in new])
         cache = self.model.backbone.new_cache()
-        hidden = self._read(chunks, mask, (mask.long().cumsum(1) - 1).clamp(min=0), cache)
+        hidden = self._forward(chunks, mask, (mask.long().cumsum(1) - 1).clamp(min=0), cache)
         if self.running:
             length = max(mask.shape[1], self.mask.shape[1])
             self.cache.merge(cache)
@@ -204,7 +204,7 @@ class Engine:
         self.running = self.running + new
         return hidden
 
-    def _read(self, chunks: Tensor, mask: Tensor, positions: Tensor, cache) -> Tensor:
+    def _forward(self, chunks: Tensor, mask: Tensor, positions: Tensor, cache) -> Tensor:
         """Hidden state of the last chunk: (B, L, K) → (B, H)."""
         padded = not bool(mask.all())
         return self.model.backbone(self.model.embed(chunks), positions, mask if padded else None, cache)[:, -1]
@@ -226,12 +226,12 @@ class Engine:
         for row, sequence in enumerate(self.running):
             groups.setdefault(sequence.params, []).append(row)
         size = (len(self.running), self.model.chunk_size)
-        self.unread = torch.empty(size, dtype=torch.long, device=hidden.device)
+        self.next_chunks = torch.empty(size, dtype=torch.long, device=hidden.device)
         agreement: list[float | None] = [None] * len(self.running)
         for params, rows in groups.items():
             output = sample_chunks(self.model.head, hidden[rows], params, self.noise.rows(rows))
             self.stats.add(output)
-            self.unread[rows] = output.chunks
+            self.next_chunks[rows] = output.chunks
             if output.agreement is not None:
                 for row, share in zip(rows, output.agreement.tolist(), strict=True):
                     agreement[row] = share

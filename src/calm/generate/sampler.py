@@ -42,7 +42,7 @@ class SamplingParams:
     """How chunks are sampled.
 
     Args:
-        temperature: in (0, 1]; above 1 only for models with token probabilities.
+        temperature: in (0, 1]; above 1 only with the method "mixture" and for heads with token probabilities.
         num_candidates: N, draws per chunk; by default 200, and 64 for "mixture". The limit of draws for "exact".
         method: see above; by default the one that suits the model's head.
         tolerance: for "batch": total variation at which no more candidates are drawn; 0: always draw all.

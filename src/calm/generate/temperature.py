@@ -20,12 +20,12 @@ from calm.noise import Source, draw_uniform, pick
 
 INTEGER_TOLERANCE = 1e-9  # a 1/T this close to an integer is that integer
 MIN_TEMPERATURE = 1e-9
-UNKNOWN = -1  # a token that nobody has asked for
+UNKNOWN = -1  # a token that is not decoded yet
 MAX_REFILLS = 4  # per position of a row whose candidates run out
 
 
 class Candidates:
-    """Candidates of B rows, which may have different numbers of them; decoded no further than somebody asks.
+    """Candidates of B rows, which may have different numbers of them; decoded lazily.
 
     A candidate that its first tokens already rule out is never decoded to its end.
 
@@ -35,7 +35,7 @@ class Candidates:
     """
 
     def __init__(self, tokens: Tensor, draw: Callable[[int], Tensor] | None = None):
-        self.known = tokens  # (B, N, K), UNKNOWN where nobody has asked
+        self.known = tokens  # (B, N, K), UNKNOWN if not decoded yet
         self.valid = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)  # (B, N)
         self.draw = draw
 

@@ -1,6 +1,6 @@
 """The head contract: a head turns the backbone's hidden state into a loss in training, and into draws in generation.
 
-Nobody outside of `heads/` asks which head a model has. A new head is one file with a subclass of `Head` (or, if it
+Code outside `heads/` does not depend on the type of head. A new head is one file with a subclass of `Head` (or, if it
 draws latent vectors, of `VectorHead`) and one line in `HEADS`.
 """
 
@@ -39,7 +39,7 @@ class HeadCost(NamedTuple):
 
 
 class Proposals(ABC):
-    """n draws of the next chunk at each position, decoded no further than somebody asks."""
+    """n draws of the next chunk at each position, decoded lazily."""
 
     lazy: ClassVar[bool]  # whether finding the tokens of a draw costs something
 

@@ -167,7 +167,7 @@ class ChainHead(Head):
 
 
 class ChainProposals(Proposals):
-    """Tokens drawn from the softmaxes, when somebody asks for them."""
+    """Tokens drawn from the softmaxes, lazily."""
 
     lazy = False
 

@@ -74,7 +74,7 @@ class CompletionRequest(BaseModel):
         None, description="Stop strings. Generation ends at the first one, which is not part of the completion."
     )
     seed: Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)] | None = Field(
-        None, description="Random seed. The noise depends on the seed only, not on other requests."
+        None, description="Random seed. The noise depends on it and on the choice's index, not on other requests."
     )
     stream: StrictBool | None = Field(None, description="Whether to stream the completion, one event per chunk.")
     stream_options: StreamOptions | None = None

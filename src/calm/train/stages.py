@@ -265,9 +265,9 @@ def new_transformer(backbone: dict[str, Any], vocab_size: int) -> Any:
     fields = backbone_fields(backbone, vocab_size)
     if LlamaConfig.describes(fields):
         return Transformer(LlamaConfig(**fields))
-    from calm.hf import build_foreign_transformer, make_backbone_config
+    from calm.hf import build_hf_transformer, make_backbone_config
 
-    return build_foreign_transformer(make_backbone_config(fields, vocab_size))
+    return build_hf_transformer(make_backbone_config(fields, vocab_size))
 
 
 def backbone_fields(backbone: dict[str, Any], vocab_size: int) -> dict[str, Any]:
