@@ -21,10 +21,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.distributed.tensor import DTensor
 
 from calm import __version__
 from calm.distributed import World
@@ -32,7 +34,7 @@ from calm.files import sha256_of, sync, write_json
 
 RECORD = "checkpoint.json"
 OLDEST_RESUMABLE = (0, 2)  # versions before it have other names of recipe fields and weights
-UNFINISHED, DAMAGED = ".writing", ".damaged"
+UNFINISHED, DELETED, DAMAGED = ".writing", ".deleting", ".damaged"
 LARGEST_FILE = 2**28  # bytes per file, unless a single tensor is larger
 
 # Training in a single process is intended: do not warn at every checkpoint.
@@ -76,16 +78,20 @@ class Checkpoints:
         self._pending: Future | None = None
         if world.is_main:
             directory.mkdir(parents=True, exist_ok=True)
-            for unfinished in directory.glob(f"*{UNFINISHED}"):
-                shutil.rmtree(unfinished)
+            for suffix in (UNFINISHED, DELETED):
+                for path in directory.glob(f"*{suffix}"):
+                    shutil.rmtree(path)
 
     def save(self, step: int, state: dict[str, Tensor], **extra: Any) -> None:
         """Start saving a checkpoint. The state is copied immediately and written in the background.
 
+        The copy is in CPU memory: the writing thread has its own current CUDA device and stream, so it must not touch
+        tensors of a GPU.
+
         `extra` is stored in checkpoint.json. The best checkpoint is the one with the largest `score`.
         """
         self.wait()
-        copy = {name: value.detach().clone() for name, value in state.items()}
+        copy = {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
         self._pending = self._thread.submit(self._write, step, copy, extra)
 
     def wait(self) -> bool:
@@ -118,14 +124,14 @@ class Checkpoints:
             for name in files:
                 sync(temporary / name)
             if final.exists():
-                shutil.rmtree(final)
+                _remove(final)
             temporary.rename(final)
             sync(self.directory)
             self._prune()
-        except Exception as error:  # a full disk raises many kinds of errors, and must not stop training
+        except (Exception, CheckpointException) as error:  # a full disk raises many kinds, and must not stop training
             if self.world.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
-            return f"step {step}: {str(error) or repr(error)}".splitlines()[0]
+            return f"step {step}: {_cause(error)}"
         return None
 
     def _prune(self) -> None:
@@ -134,11 +140,14 @@ class Checkpoints:
         best = max(paths, key=lambda path: (self._score(path), path.name))
         for path in paths[: -self.keep]:
             if path != best:
-                shutil.rmtree(path)
+                _remove(path)
 
     def _score(self, path: Path) -> float:
-        score = json.loads((path / RECORD).read_bytes()).get("score")
-        return float("-inf") if score is None else score
+        try:
+            score = json.loads((path / RECORD).read_bytes()).get("score")
+        except (OSError, ValueError, AttributeError):  # damaged: `newest` reports it
+            score = None
+        return score if isinstance(score, int | float) else float("-inf")
 
     def paths(self) -> list[Path]:
         """Checkpoint directories in order of their steps."""
@@ -163,11 +172,31 @@ class Checkpoints:
         self._thread.shutdown()
 
 
+def _remove(path: Path) -> None:
+    """Delete a checkpoint. It is renamed first, so that a kill leaves no half of it under its name."""
+    aside = path.with_name(path.name + DELETED)
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    shutil.rmtree(aside)
+
+
+def _cause(error: BaseException) -> str:
+    """One line about an error; torch's `CheckpointException` wraps those of each process."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return (str(error) or repr(error)).splitlines()[0]
+
+
 def _file_numbers(state: dict[str, Tensor]) -> dict[str, int]:
-    """Assign each tensor to a file, numbered from 1. Small files save memory: the writer keeps two copies of a file."""
+    """Assign each tensor to a file, numbered from 1, by the bytes that a process holds of it.
+
+    Small files save memory: the writer keeps two copies of a file.
+    """
     numbers, number, file_size = {}, 1, 0
     for name, value in state.items():
         size = value.numel() * value.element_size()
+        if isinstance(value, DTensor):  # whose numel() is that of all processes together
+            size //= value.device_mesh.size()
         if file_size and file_size + size > LARGEST_FILE:
             number, file_size = number + 1, 0
         numbers[name], file_size = number, file_size + size

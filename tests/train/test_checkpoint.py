@@ -1,0 +1,155 @@
+"""Training checkpoints: staged in CPU memory, few files, and no harm from a full disk or a kill."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from calm.distributed import World
+from calm.train import checkpoint as module
+from calm.train.checkpoint import Checkpoints, damage, load
+
+ONE_PROCESS = World(0, 1, torch.device("cpu"))
+
+
+def make_checkpoints(directory, keep=2) -> tuple[Checkpoints, list[str]]:
+    warnings: list[str] = []
+    return Checkpoints(directory, keep, ONE_PROCESS, {}, warnings.append), warnings
+
+
+def names(directory) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+class GPUTensor(torch.Tensor):
+    """Reports cuda:0, and may only be used by the main thread, whose current device and stream are right."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device="cuda:0")
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        assert threading.current_thread() is threading.main_thread(), f"{func} in the writing thread"
+        inner = func(*(a.inner if isinstance(a, cls) else a for a in args), **(kwargs or {}))
+        return inner if func is torch.ops.aten._to_copy.default else cls(inner)
+
+
+def test_the_writing_thread_gets_copies_in_cpu_memory(tmp_path):
+    checkpoints, warnings = make_checkpoints(tmp_path)
+    on_gpu, on_cpu = torch.arange(6.0), torch.ones(3)
+    checkpoints.save(10, {"gpu": GPUTensor(on_gpu), "cpu": on_cpu})
+    on_gpu.zero_()  # training goes on
+    on_cpu.zero_()
+    assert checkpoints.wait(), warnings
+    (file,) = (tmp_path / "step-00000010").glob("*.safetensors")
+    saved = load_file(file)
+    assert saved["gpu"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert saved["cpu"].tolist() == [1, 1, 1]
+
+
+@pytest.fixture
+def fake_process_group():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=256)
+    yield
+    dist.destroy_process_group()
+
+
+def test_files_are_filled_by_what_one_process_holds(fake_process_group, monkeypatch):
+    """Eight tensors of 1 MB over 256 processes are 4 KB each, so that one file of 64 KB holds all of them."""
+    monkeypatch.setattr(module, "LARGEST_FILE", 2**16)
+    mesh = init_device_mesh("cpu", (256,))
+    sharded = {str(n): DTensor.from_local(torch.zeros(1, 2**10), mesh, [Shard(0)]) for n in range(8)}
+    assert set(module._file_numbers(sharded).values()) == {1}
+    whole = {name: torch.zeros(256, 2**10) for name in sharded}
+    assert sorted(module._file_numbers(whole).values()) == list(range(1, 9))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs permission to mount a tmpfs")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk_keeps_earlier_checkpoints(small_disk):
+    checkpoints, warnings = make_checkpoints(small_disk / "checkpoints")
+    small, large = {"w": torch.ones(1000)}, {"w": torch.ones(100_000)}
+    checkpoints.save(10, small)
+    assert checkpoints.wait()
+    checkpoints.save(20, large)
+    assert not checkpoints.wait()
+    (warning,) = warnings
+    assert warning.startswith("a checkpoint could not be written (step 20: ")
+    assert "No space left on device" in warning
+    assert names(small_disk / "checkpoints") == ["step-00000010"]
+    checkpoints.save(30, small)
+    assert checkpoints.wait()
+    assert damage(small_disk / "checkpoints" / "step-00000030") is None
+
+
+KILLED = """
+import os, pathlib, shutil, signal, sys
+import torch
+from calm.distributed import World
+from calm.train import checkpoint as module
+
+original = shutil.rmtree
+def half(path, **options):
+    if not pathlib.Path(path).exists():
+        return original(path, **options)
+    (pathlib.Path(path) / "checkpoint.json").unlink()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+checkpoints = module.Checkpoints(pathlib.Path(sys.argv[1]), 1, World(0, 1, torch.device("cpu")), {}, print)
+for step in (1, 2):
+    if step == 2:
+        module.shutil.rmtree = half
+    checkpoints.save(step, {"w": torch.full((4,), float(step))}, score=float(step))
+    checkpoints.wait()
+"""
+
+
+def test_a_kill_while_old_checkpoints_are_deleted(tmp_path):
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert names(tmp_path) == ["step-00000001.deleting", "step-00000002"]
+    checkpoints, warnings = make_checkpoints(tmp_path, keep=1)
+    newest = checkpoints.newest()
+    assert newest is not None
+    state = {"w": torch.zeros(4)}
+    load(newest[0], state, ONE_PROCESS)
+    assert state["w"].tolist() == [2, 2, 2, 2]
+    checkpoints.save(3, state, score=3.0)
+    assert checkpoints.wait()
+    assert names(tmp_path) == ["step-00000003"]
+    assert warnings == []
+
+
+@pytest.mark.parametrize("record", [None, "{", "[]", json.dumps({"score": "best"})])
+def test_directories_without_a_valid_record_are_pruned(tmp_path, record):
+    """As a kill during deletion left them in version 0.1."""
+    (tmp_path / "step-00000001").mkdir()
+    if record is not None:
+        (tmp_path / "step-00000001" / "checkpoint.json").write_text(record)
+    checkpoints, warnings = make_checkpoints(tmp_path, keep=1)
+    checkpoints.save(2, {"w": torch.ones(4)}, score=1.0)
+    assert checkpoints.wait(), warnings
+    assert names(tmp_path) == ["step-00000002"]
