@@ -31,9 +31,10 @@ if TYPE_CHECKING:  # the autoencoder is built on scores
 
 CONCENTRATED = 20.0  # S²/k2 above which the expansion is accurate to 1e-3
 SMALLEST = 1e-15  # squared distances below it are treated as exact: their squares underflow in fp32
-NODES = torch.linspace(-6.0, 14.0, 21)  # log(t·S) at the integral's nodes: accurate to 1e-5
-SLICE_ELEMENTS = 2**19  # elements of samples and targets that are compared at once
-INTEGRAL_ELEMENTS = 2**20  # (elements × nodes × Z) held at once
+FIRST_NODE, LAST_NODE, NODES = -6.0, 14.0, 21  # log(t·S) at the integral's nodes: accurate to 1e-5
+SLICE_ELEMENTS = 2**19  # elements of samples and targets that are compared at once on a CPU: its caches hold them
+INTEGRAL_ELEMENTS = 2**20  # (elements × nodes × Z) held at once on a CPU
+GPU_ELEMENTS = 2**26  # either, on a GPU, which needs few and large kernels: 256 MB
 
 
 def check_energy(alpha: float, num_samples: int) -> str | None:
@@ -99,7 +100,8 @@ def energy_terms(
     if num_target_samples is not None and target_noise is None:
         target_noise = draw_normal(generator, mean, num_target_samples, latent)
     many = [samples] if target_noise is None else [samples, target_noise]  # (N, ..., Z), (M, ..., Z)
-    rows = max(1, SLICE_ELEMENTS // (latent * sum(map(len, many))))
+    at_once = SLICE_ELEMENTS if samples.device.type == "cpu" else GPU_ELEMENTS
+    rows = max(1, at_once // (latent * sum(map(len, many))))
     one = [part.reshape(-1, latent).split(rows) for part in (mean, log_std)]
     first, *rest = [part.reshape(len(part), -1, latent).split(rows, 1) for part in many]
     pieces = [first, *one, *rest]
@@ -160,16 +162,31 @@ def gaussian_moment(squared: Tensor, variance: Tensor, exponent: float) -> Tenso
     moment = _power(mean, exponent, 0.0) * (1 + curvature * spread)
     if exponent == 1:
         return moment
-    scattered = CONCENTRATED * spread > 1
+    scattered, variance = CONCENTRATED * spread > 1, variance.expand_as(squared)
+    replace = _replace_some if squared.device.type == "cpu" else _replace_by_mask
+    return replace(moment, scattered, squared, variance, exponent)
+
+
+def _replace_some(moment: Tensor, scattered: Tensor, squared: Tensor, variance: Tensor, exponent: float) -> Tensor:
+    """Compute the integral where it is needed, which a GPU would have to wait for."""
     if not scattered.any():
         return moment
-    exact = _gaussian_moment_by_integral(squared[scattered], variance.expand_as(squared)[scattered], exponent)
+    exact = _gaussian_moment_by_integral(squared[scattered], variance[scattered], exponent)
     return moment.masked_scatter(scattered, exact)
+
+
+def _replace_by_mask(moment: Tensor, scattered: Tensor, squared: Tensor, variance: Tensor, exponent: float) -> Tensor:
+    """Compute the integral everywhere; where it is not needed, of harmless numbers, so that gradients are finite."""
+    squared = torch.where(scattered[..., None], squared, 0.0).flatten(0, -2)
+    variance = torch.where(scattered[..., None], variance, 1.0).flatten(0, -2)
+    exact = _gaussian_moment_by_integral(squared, variance, exponent)
+    return torch.where(scattered, exact.view_as(moment), moment)
 
 
 def _gaussian_moment_by_integral(squared: Tensor, variance: Tensor, exponent: float) -> Tensor:
     """The same by the integral, for (n, Z), in slices that are recomputed in the backward pass."""
-    at_once = max(1, INTEGRAL_ELEMENTS // (len(NODES) * squared.shape[-1]))
+    elements = INTEGRAL_ELEMENTS if squared.device.type == "cpu" else GPU_ELEMENTS
+    at_once = max(1, elements // (NODES * squared.shape[-1]))
     pieces = zip(squared.split(at_once), variance.split(at_once), strict=True)
     return torch.cat([_recomputed(_integral, d, v, exponent) for d, v in pieces])  # pyright: ignore
 
@@ -178,11 +195,11 @@ def _integral(squared: Tensor, variance: Tensor, p: float) -> Tensor:
     mean = (squared + variance).sum(-1, keepdim=True)  # (n, 1)
     squared, variance = squared / mean, variance / mean  # so that S = 1
     k2 = 2 * (variance**2).sum(-1) + 4 * (squared * variance).sum(-1)  # (n,)
-    t = NODES.to(squared).exp()  # (T,)
+    t = torch.linspace(FIRST_NODE, LAST_NODE, NODES, dtype=squared.dtype, device=squared.device).exp()  # (T,)
     growth = 1 + 2 * t[:, None] * variance[:, None, :]  # (n, T, Z)
     laplace = torch.exp(-(0.5 * growth.log() + t[:, None] * squared[:, None, :] / growth).sum(-1))  # φ_Q
     gamma_laplace = torch.exp(-torch.log1p(t * k2[:, None]) / k2[:, None])  # φ_G: shape 1/k2, scale k2
-    step = float(NODES[1] - NODES[0])
+    step = (LAST_NODE - FIRST_NODE) / (NODES - 1)
     correction = p / math.gamma(1 - p) * ((gamma_laplace - laplace) * t**-p).sum(-1) * step
     gamma_moment = torch.exp(p * k2.log() + torch.lgamma(1 / k2 + p) - torch.lgamma(1 / k2))
     return mean[:, 0] ** p * (gamma_moment + correction)

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from calm.noise import pick
 
-SLICE_ELEMENTS = 2**24  # logits held at once: 64 MB in fp32
+SLICE_ELEMENTS = 2**24  # logits held at once on a CPU: 64 MB in fp32
+GPU_ELEMENTS = 2**27  # on a GPU: each slice adds to the whole gradient of the vocabulary, so there should be few
 
 Projection = Callable[[Tensor, Tensor], Tensor]  # states (n, d), token vectors (V, d) → logits (n, V)
 
@@ -74,9 +75,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         grad_states = torch.empty_like(states) if of_states else None
         grad_vocabulary = torch.zeros_like(vocabulary, dtype=torch.float32) if of_vocabulary else None
         total = torch.zeros((), dtype=torch.float32, device=states.device)
-        rows = max(1, SLICE_ELEMENTS // len(vocabulary))
-        for start in range(0, len(targets), rows):
-            here = slice(start, start + rows)
+        for here in _slices(len(targets), vocabulary):
             with torch.autocast(states.device.type, enabled=False):
                 logits = project(states[here], vocabulary).float()  # (rows, V)
                 index = targets[here, None]
@@ -138,7 +137,12 @@ def sample_tokens(states: Tensor, vocabulary: Tensor, uniform: Tensor, project: 
 def _sliced_logits(
     states: Tensor, vocabulary: Tensor, project: Projection = F.linear
 ) -> Iterator[tuple[slice, Tensor]]:
-    rows = max(1, SLICE_ELEMENTS // len(vocabulary))
-    for start in range(0, len(states), rows):
-        here = slice(start, start + rows)
+    for here in _slices(len(states), vocabulary):
         yield here, project(states[here], vocabulary).float()
+
+
+def _slices(length: int, vocabulary: Tensor) -> Iterator[slice]:
+    elements = SLICE_ELEMENTS if vocabulary.device.type == "cpu" else GPU_ELEMENTS
+    rows = max(1, elements // len(vocabulary))
+    for start in range(0, length, rows):
+        yield slice(start, start + rows)
