@@ -34,9 +34,10 @@ def make_report(results: dict[str, Any], output: Path) -> str:
 <p class="note">{escape(text)} · {plan["minutes"]:g} minutes planned · seed {plan["seed"]}</p>
 <p>The autoencoder maps 4 tokens to one vector and back. The CALM language model predicts the next chunk of 4 tokens
 in one backbone step; its chain head uses the token embeddings of the autoencoder. The baseline, a standard Transformer
-with the same backbone, predicts the next token. Both were trained for about the same time
-({seconds["calm"] / 60:.1f} and {seconds["transformer"] / 60:.1f} minutes, excluding evaluations and the {steps:,} steps
-of the autoencoder). Brier-1 on test text is {first[0]:.2f} for CALM and {first[1]:.2f} for the Transformer.</p>
+with the same backbone, predicts the next token. The chain head predicts tokens by softmax: it is not likelihood-free.
+Training took {seconds["calm"] / 60:.1f} minutes for CALM and {seconds["transformer"] / 60:.1f} for the Transformer,
+excluding evaluations and the {steps:,} steps of the autoencoder. The plan gives both the same time; other programs on
+the machine can change that. Brier-1 on test text is {first[0]:.2f} for CALM and {first[1]:.2f} for the Transformer.</p>
 <h2>Learning</h2>
 <div class="row">{image(figures.learning_curves(output), "Brier-1 over training time")}
 {image(figures.reconstruction(results["reconstruction"], output), "Reconstruction accuracy under noise")}</div>
