@@ -1,7 +1,9 @@
 import pytest
 import torch
 
-from calm.cpu import native
+from calm.cpu import native, onednn
+
+OPERATOR = torch.ops.mkldnn._linear_pointwise
 
 
 @pytest.fixture
@@ -22,4 +24,21 @@ def no_native(monkeypatch) -> None:
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
 def threads(request, monkeypatch) -> int:
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
+    return request.param
+
+
+@pytest.fixture(params=["native", "torch"])
+def kernel(request, monkeypatch) -> str:
+    """With the native kernel, and without a compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
+        pytest.skip("no C compiler")
+    return request.param
+
+
+@pytest.fixture(params=["oneDNN", "MKL"])
+def matmul(request, monkeypatch) -> str:
+    """Processors with and without AVX-512."""
+    monkeypatch.setattr(onednn, "product", lambda: OPERATOR if request.param == "oneDNN" else None)
     return request.param

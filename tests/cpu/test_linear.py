@@ -9,28 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from calm.autoencoder import SplitLinear, VocabularyProjection
-from calm.cpu import linear, modules, native, onednn
+from calm.cpu import linear, modules
 from calm.cpu.allocator import HUGE_PAGE, on_huge_pages
 from calm.cpu.linear import NATIVE_ROWS, SLICED_ROWS, FastLinear, fuse, is_small_batch, small_batch_linear
-
-OPERATOR = torch.ops.mkldnn._linear_pointwise
-
-
-@pytest.fixture(params=["native", "torch"])
-def kernel(request, monkeypatch) -> str:
-    """With the native kernel, and without a compiler."""
-    if request.param == "torch":
-        monkeypatch.setattr(native, "library", lambda: None)
-    elif native.library() is None:
-        pytest.skip("no C compiler")
-    return request.param
-
-
-@pytest.fixture(params=["oneDNN", "MKL"])
-def matmul(request, monkeypatch) -> str:
-    """Processors with and without AVX-512."""
-    monkeypatch.setattr(onednn, "product", lambda: OPERATOR if request.param == "oneDNN" else None)
-    return request.param
 
 
 @pytest.fixture(params=["large", "small"])

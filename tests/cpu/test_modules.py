@@ -19,9 +19,9 @@ from calm.heads.energy import EnergyBlock
 from calm.llama import Llama, LlamaConfig
 from calm.model import Calm, PlainCalmConfig
 from calm.transformer import Transformer
+from tests.cpu.conftest import OPERATOR
 
 SIZE = 37  # not a multiple of any vector register
-OPERATOR = torch.ops.mkldnn._linear_pointwise
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # fp32, three layers, sums in another order
 
 
@@ -209,21 +209,6 @@ def assert_same_results(ours: Any, plain: Any) -> None:
 
 def types_of(model: nn.Module) -> list[type]:
     return [type(module) for module in model.modules()]
-
-
-@pytest.fixture(params=["oneDNN", "MKL"])
-def matmul(request, monkeypatch) -> str:
-    monkeypatch.setattr(onednn, "product", lambda: OPERATOR if request.param == "oneDNN" else None)
-    return request.param
-
-
-@pytest.fixture(params=["native", "torch"])
-def kernel(request, monkeypatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setattr(native, "library", lambda: None)
-    elif native.library() is None:
-        pytest.skip("no C compiler")
-    return request.param
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from calm.autoencoder import SplitLinear, VocabularyProjection
 from calm.cpu import modules, onednn
 from calm.cpu.onednn import OneDNNLinear, OneDNNProjection, OneDNNSplitLinear, linear
+from tests.cpu.conftest import OPERATOR
 
-OPERATOR = torch.ops.mkldnn._linear_pointwise
 PRODUCTS = {"oneDNN": lambda: OPERATOR, "torch": lambda: None}
 
 

@@ -172,7 +172,7 @@ def evaluate_sampler(
 
 
 def likelihood_measures(likelihood: Likelihood, tokens: int, text_bytes: int) -> dict[str, float]:
-    """Cross-entropy in nats per token, perplexity, and bits per byte of a text with so many tokens and bytes."""
+    """Cross-entropy in nats per token, perplexity, and bits per byte of a text, given its tokens and bytes."""
     nats = likelihood.nats / max(likelihood.tokens, 1)
     return {
         "cross_entropy": nats,

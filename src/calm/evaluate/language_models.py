@@ -34,7 +34,7 @@ class Options:
     batch_size: int = 8
     seed: int = 0
     num_latents: int = 0  # latents of a likelihood bound; 0: none
-    most_tokens: int | None = None  # documents that start after so many are left out
+    most_tokens: int | None = None  # documents that start after this many tokens are left out
     int8: bool = False  # quantize linear layers
     stride: int = 1  # shared starts are also multiples of this, so that separate runs have the same positions
     keep_sums: bool = False  # report the sums of each document, for paired comparisons later

@@ -42,7 +42,7 @@ def sample_at_temperature(
         draw: draw(n) → n independent draws (n, K).
         temperature: in (0, 1].
         block: draws per call at first; the size of blocks does not affect the result.
-        max_draws: after so many draws Algorithm 2 selects from all of them, and the statistics say unsettled.
+        max_draws: after this many draws Algorithm 2 selects from all of them, and the statistics say unsettled.
 
     Returns:
         A chunk (K,), and statistics.

@@ -60,6 +60,29 @@ class Proposals(ABC):
         """Latent vectors of the draws: (n, ..., Z)."""
 
 
+class TokenProposals(Proposals):
+    """Draws of a head with token probabilities, made when the first of them is asked for."""
+
+    lazy = False
+
+    def __init__(self, head: Any, hidden: Tensor, num_samples: int, noise: Source):
+        self.head, self.hidden, self.num_samples, self.noise = head, hidden, num_samples, noise
+
+    @abstractmethod
+    def draw(self) -> Tensor:
+        """Draw the tokens: (n, ..., K)."""
+
+    @cached_property
+    def _tokens(self) -> Tensor:
+        return self.draw()
+
+    def tokens(self) -> Tensor:
+        return self._tokens
+
+    def tokens_at(self, draws: Tensor, rows: Tensor, first: int, last: int) -> Tensor:
+        return self._tokens[draws, rows, first:last]
+
+
 class Head(nn.Module, ABC):
     """What a model asks of its head.
 

@@ -8,7 +8,6 @@ nothing. The backbone, which is most of a model, still makes one step for K toke
 autoencoder's embedding, frozen, or an untied `lm_head` that starts as a copy of it and is trained.
 """
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from calm.heads.base import (
     Head,
     HeadConfig,
     HeadCost,
-    Proposals,
+    TokenProposals,
     check_finite,
     count_parameters,
 )
@@ -166,16 +165,12 @@ class ChainHead(Head):
         return [*(p for p in parts if p.ndim > 1), *[self.vocabulary] * self.chunk_size]
 
 
-class ChainProposals(Proposals):
-    """Tokens drawn from the softmaxes, lazily."""
+class ChainProposals(TokenProposals):
+    """Tokens drawn from the softmaxes."""
 
-    lazy = False
+    head: ChainHead
 
-    def __init__(self, head: ChainHead, hidden: Tensor, num_samples: int, noise: Source):
-        self.head, self.hidden, self.num_samples, self.noise = head, hidden, num_samples, noise
-
-    @cached_property
-    def _tokens(self) -> Tensor:
+    def draw(self) -> Tensor:
         head, hidden = self.head, check_finite(self.hidden)
         uniform = draw_uniform(self.noise, hidden, self.num_samples, head.chunk_size)  # (N, ..., K)
         state = head.next_state(hidden, torch.empty(*hidden.shape[:-1], 0, dtype=torch.long, device=hidden.device))
@@ -187,12 +182,6 @@ class ChainProposals(Proposals):
             drawn = sample_tokens(states, head.vocabulary, uniform[..., k].reshape(-1, 1), head.project)
             chunks = torch.cat([chunks, drawn.view(*chunks.shape[:-1], 1)], dim=-1)
         return chunks
-
-    def tokens(self) -> Tensor:
-        return self._tokens
-
-    def tokens_at(self, draws: Tensor, rows: Tensor, first: int, last: int) -> Tensor:
-        return self._tokens[draws, rows, first:last]
 
     def log_probs(self, prefix: Tensor) -> Tensor:
         """The same for every draw: (1, ..., V)."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from calm.autoencoder import matmul_flops
-from calm.heads.base import FORWARD_AND_BACKWARD, Head, HeadCost, Proposals, count_parameters
+from calm.heads.base import FORWARD_AND_BACKWARD, Head, HeadCost, TokenProposals, count_parameters
 from calm.noise import RowNoise, Source, draw_uniform, pick
 from calm.scores.vocabulary import Projection, VocabularySubset, token_losses, vocabulary_cross_entropy
 
@@ -87,27 +87,17 @@ class SoftmaxHead(Head):
         return [self.lm_head.weight]
 
 
-class SoftmaxProposals(Proposals):
-    lazy = False
-
-    def __init__(self, head: SoftmaxHead, hidden: Tensor, num_samples: int, noise: Source):
-        self.head, self.hidden, self.num_samples, self.noise = head, hidden, num_samples, noise
+class SoftmaxProposals(TokenProposals):
+    head: SoftmaxHead
 
     @cached_property
     def _log_probs(self) -> Tensor:
         return self.head.project(self.hidden).float().log_softmax(-1)  # (..., V)
 
-    @cached_property
-    def _tokens(self) -> Tensor:
+    def draw(self) -> Tensor:
         uniform = draw_uniform(self.noise, self.hidden, self.num_samples, 1)[..., 0]  # (N, ...)
         drawn = pick(self._log_probs.exp().flatten(0, -2), uniform.flatten(1).T.contiguous())
         return drawn.T.reshape(uniform.shape)[..., None]
-
-    def tokens(self) -> Tensor:
-        return self._tokens
-
-    def tokens_at(self, draws: Tensor, rows: Tensor, first: int, last: int) -> Tensor:
-        return self._tokens[draws, rows, first:last]
 
     def log_probs(self, prefix: Tensor) -> Tensor:
         return self._log_probs[None]
