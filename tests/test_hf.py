@@ -17,6 +17,7 @@ import calm  # noqa: F401 - registers the Auto classes
 from calm.checkpoint import load_autoencoder, load_calm, save_model
 from calm.errors import CalmWarning, ConfigError, UserError
 from calm.heads import HEADS, VectorHead
+from calm.heads.base import check_finite
 from calm.hf import IGNORE_INDEX, CalmConfig, CalmForCausalLM
 from calm.model import Calm
 from calm.noise import RowNoise
@@ -362,7 +363,7 @@ def test_directories_of_version_0_1(tmp_path):
 def test_damaged_weights_are_reported():
     for model in (make_chain(), make_model()):
         with pytest.raises(UserError, match="weights are damaged"):
-            model.head.propose(torch.full((1, 32), torch.nan), 1).tokens()
+            check_finite(model.head.propose(torch.full((1, 32), torch.nan), 1))
 
 
 @pytest.mark.parametrize("kind", BACKBONES)

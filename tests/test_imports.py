@@ -18,6 +18,7 @@ ORDER = [
     {"data", "scores"},
     {"autoencoder"},
     {"heads"},
+    {"kv_cache"},
     {"llama"},
     {"model", "transformer"},
     {"checkpoint"},

@@ -7,12 +7,15 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, LlamaModel
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2Model, LlamaForCausalLM, LlamaModel
 
 from calm.checkpoint import load_transformer, save_model
 from calm.errors import ConfigError, UserError
-from calm.llama import SPARE_POSITIONS, KVCache, Llama, LlamaConfig, check_positions, make_attention_mask
+from calm.hf import HFBackbone
+from calm.kv_cache import SPARE_POSITIONS, KVCache
+from calm.llama import Llama, LlamaConfig, check_positions, make_attention_mask
 from calm.transformer import Transformer
+from tests.batches import check_batch
 
 SIZES = {
     "vocab_size": 11,
@@ -357,13 +360,12 @@ def test_crop():
 
 
 @pytest.mark.parametrize("rows", [[1], [0], [1, 0], [0, 1, 1], []])
-@pytest.mark.parametrize("first", [0, 2, 7])
-def test_select(rows, first):
+def test_select(rows):
     cache = filled([5, 1, 1])
     before, index = content(cache), torch.tensor(rows, dtype=torch.long)
-    cache.select(index, first)
-    assert cache.length == 7 - first
-    expected = [part[index, :, first:] for part in before]
+    cache.select(index)
+    assert cache.length == 7
+    expected = [part[index] for part in before]
     assert_equal(content(cache), expected)
     for step in range(3):  # and it grows on
         for layer in range(2):
@@ -371,59 +373,43 @@ def test_select(rows, first):
             cache.append(layer, *new)
             expected[layer] = torch.cat([expected[layer], new[0]], dim=2)
             expected[layer + 2] = torch.cat([expected[layer + 2], new[1]], dim=2)
-    assert cache.length == 10 - first
+    assert cache.length == 10
     assert_equal(content(cache), expected)
 
 
-@pytest.mark.parametrize("lengths", [(5, 5), (7, 3), (3, 7), (40, 1)])
-def test_merge(lengths):
-    one, two = filled([lengths[0]], rows=2), filled([lengths[1] - 1, 1] if lengths[1] > 1 else [1], rows=3)
-    longest, parts = max(lengths), [content(one), content(two)]
-    one.merge(two)
-    assert one.length == longest
-    padded = [
-        [nn.functional.pad(part, (0, 0, longest - length, 0)) for part in own]
-        for own, length in zip(parts, lengths, strict=True)
-    ]
-    assert_equal(content(one), [torch.cat(pair) for pair in zip(*padded, strict=True)])
-    assert_equal(content(two), parts[1])
-    for layer in range(2):
-        new = make_states(1, layer, rows=5)
-        keys, values = one.append(layer, *new)
-        assert_equal([keys[:, :, -1:], values[:, :, -1:]], [*new])
-    assert one.length == longest + 1
+# -------------------------------------------------------------------------------------------------------------- batch
 
 
-@torch.no_grad()
-def test_rows_join_and_leave():
-    """Continuous batching: sequences of a merged, cut, and cropped cache are those that run alone."""
-    ours, _ = make_pair(num_key_value_heads=2)
-    generator = torch.Generator().manual_seed(0)
-    a, b, c = (torch.randn(1, length, SIZES["hidden_size"], generator=generator) for length in (9, 6, 4))
+@EVERY_VARIANT
+def test_sequences_join_and_leave(fields):
+    ours, _ = make_pair(**fields)
+    check_batch(ours.new_batch(), ours, SIZES["hidden_size"], **TOLERANCE)
 
-    def step(cache: KVCache, rows: list[torch.Tensor], lengths: list[int]) -> None:
-        x = torch.cat([row[:, length : length + 1] for row, length in zip(rows, lengths, strict=True)])
-        positions = torch.tensor(lengths)[:, None]
-        mask = torch.arange(cache.length + 1) >= cache.length - positions
-        hidden = ours(x, positions, mask, cache)
-        for found, row, length in zip(hidden, rows, lengths, strict=True):
-            torch.testing.assert_close(found, ours(row[:, : length + 1])[0, -1:], **TOLERANCE)
 
-    caches = []
-    for row, length in ((a, 4), (b, 2), (c, 1)):
-        caches.append(ours.new_cache())
-        ours(row[:, :length], cache=caches[-1])
-    cache = caches[0]
-    step(cache, [a], [4])
-    cache.merge(caches[1])
-    step(cache, [a, b], [5, 2])
-    cache.merge(caches[2])
-    step(cache, [a, b, c], [6, 3, 1])
-    cache.select(torch.tensor([1, 2]), cache.length - 4)  # the longest leaves
-    step(cache, [b, c], [4, 2])
-    cache.crop(cache.length - 1)
-    step(cache, [b, c], [4, 2])
-    step(cache, [b, c], [5, 3])
+@pytest.mark.parametrize("kind", [GPT2Model, LlamaModel])
+def test_sequences_join_and_leave_a_batch_of_transformers(kind):
+    torch.manual_seed(0)
+    gpt2 = {"n_embd": SIZES["hidden_size"], "n_head": 2, "n_layer": 2, "vocab_size": 10, "initializer_range": 0.5}
+    config = GPT2Config(**gpt2) if kind is GPT2Model else transformers.LlamaConfig(**SIZES)
+    backbone = HFBackbone(kind(config).eval())
+    check_batch(backbone.new_batch(), backbone, SIZES["hidden_size"], **TOLERANCE)
+
+
+def test_joining_and_leaving_copy_no_keys_and_values():
+    """Memory stays where it is, and no other row of it is written."""
+    batch = make_pair()[0].new_batch()
+    x = torch.randn(3, 4, SIZES["hidden_size"], generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        batch.add(x, [4, 2, 3], 8)
+        batch.step(x[:, 0])
+        memories = [*batch.cache.keys, *batch.cache.values]
+        before = [(memory.data_ptr(), memory[[0, 2]].clone()) for memory in memories]
+        assert batch.remove([1]) == [0, 1, 2]
+        assert batch.add(x[:1], [4], 8)[0] == [1]
+    assert [*batch.cache.keys, *batch.cache.values] == memories
+    for memory, (pointer, others) in zip(memories, before, strict=True):
+        assert memory.data_ptr() == pointer
+        assert torch.equal(memory[[0, 2]], others)
 
 
 # -------------------------------------------------------------------------------------------------------- checkpoints

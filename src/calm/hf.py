@@ -23,7 +23,8 @@ from calm.autoencoder import Autoencoder, AutoencoderConfig, chunk_mask
 from calm.checkpoint import KINDS, RENAMED_WEIGHTS, model_type, write_card
 from calm.errors import CalmWarning, ConfigError, UserError, did_you_mean
 from calm.heads.softmax import SoftmaxHead
-from calm.llama import KVCache, Llama, LlamaConfig
+from calm.kv_cache import KVCache
+from calm.llama import Llama, LlamaConfig
 from calm.model import Calm, CalmProperties, calm_fields
 from calm.noise import RowNoise
 from calm.scores.vocabulary import VocabularySubset
@@ -130,9 +131,11 @@ class HFCache:
             self.cache.crop(length - self.length)
 
     def select(self, rows: Tensor, first: int = 0) -> None:
+        """Keep some rows, from position `first` on."""
         self._change(lambda states: states[rows, :, first:])
 
     def merge(self, other: "HFCache") -> None:
+        """Add the rows of another cache; the shorter one is padded at its front."""
         length = max(self.length, other.length)
         new = iter([states for layer in other.cache.layers for states in (layer.keys, layer.values)])  # pyright: ignore
 
@@ -145,6 +148,51 @@ class HFCache:
     def _change(self, function: Any) -> None:
         for layer in self.cache.layers:
             layer.keys, layer.values = function(layer.keys), function(layer.values)  # pyright: ignore
+
+
+class HFBatch:
+    """Sequences that a model of transformers decodes together; see `calm.model.Batch`.
+
+    Its cache has one length for all rows. So rows are right-aligned and shorter ones masked, and keys and values are
+    copied when sequences are added or removed.
+    """
+
+    def __init__(self, model: "_HFModule"):
+        self.model, self.cache, self.lengths = model, HFCache(), []  # positions of each row
+
+    def add(self, x: Tensor, lengths: list[int], longest: int) -> tuple[list[int], Tensor]:
+        size, ends = x.shape[1], torch.tensor(lengths, device=x.device)[:, None]
+        places = torch.arange(size, device=x.device) - size + ends  # (n, L): negative in front of a prompt
+        rows = torch.arange(len(x), device=x.device)[:, None]
+        cache = HFCache()
+        hidden = self._forward(x[rows, places % size], lengths, size, places.clamp(min=0), cache)
+        slots = list(range(len(self.lengths), len(self.lengths) + len(x)))
+        if self.lengths:
+            self.cache.merge(cache)
+        else:
+            self.cache = cache
+        self.lengths += lengths
+        return slots, hidden
+
+    def step(self, x: Tensor) -> Tensor:
+        positions = torch.tensor(self.lengths, device=x.device)[:, None]
+        self.lengths = [length + 1 for length in self.lengths]
+        return self._forward(x[:, None], self.lengths, max(self.lengths), positions, self.cache)
+
+    def _forward(self, x: Tensor, lengths: list[int], total: int, positions: Tensor, cache: HFCache) -> Tensor:
+        """Hidden state of the last position: (B, L, H) → (B, H)."""
+        mask = None
+        if min(lengths) < total:
+            mask = torch.arange(total, device=x.device) >= total - torch.tensor(lengths, device=x.device)[:, None]
+        return self.model(x, positions, mask, cache)[:, -1]
+
+    def remove(self, slots: list[int]) -> list[int]:
+        kept = [slot for slot in range(len(self.lengths)) if slot not in slots]
+        before = max(self.lengths)
+        self.lengths = [self.lengths[slot] for slot in kept]
+        if kept:
+            self.cache.select(torch.tensor(kept), before - max(self.lengths))
+        return kept
 
 
 class _HFModule(nn.Module):
@@ -180,6 +228,9 @@ class _HFModule(nn.Module):
 
     def new_cache(self) -> HFCache:
         return HFCache()
+
+    def new_batch(self) -> HFBatch:
+        return HFBatch(self)
 
 
 class HFBackbone(_HFModule):

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from calm.errors import ConfigError, did_you_mean
-
-SPARE_POSITIONS = 32  # capacity that a cache allocates ahead, at least; beyond that a quarter of its length
+from calm.kv_cache import KVCache, PrefillCache, SlotCache
 
 
 class LlamaConfig(BaseModel):
@@ -106,68 +105,6 @@ def check_positions(config: Any, length: int, unit: str) -> None:
             f"{length} {unit} exceed the backbone's {longest} positions; use shorter sequences, or set the backbone's "
             "max_position_embeddings"
         )
-
-
-class KVCache:
-    """Keys and values of a batch of sequences, in preallocated memory.
-
-    Per layer (B, heads, capacity, d), of which the first `length` positions are in use. Sequences are right-aligned:
-    the last position of every row is its newest. A decoding step writes one position and copies nothing.
-    """
-
-    def __init__(self, num_layers: int):
-        self.keys: list[Tensor | None] = [None] * num_layers
-        self.values: list[Tensor | None] = [None] * num_layers
-        self.length = 0
-
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add positions (B, heads, L, d) to a layer; returns all of its keys and values. Layers come in order."""
-        end = self.length + keys.shape[-2]
-        self.reserve(layer, end, keys)
-        held = []
-        for memory, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            assert memory is not None
-            memory[..., self.length : end, :] = new
-            held.append(memory[..., :end, :])
-        if layer == len(self.keys) - 1:
-            self.length = end
-        return held[0], held[1]
-
-    def reserve(self, layer: int, length: int, like: Tensor) -> None:
-        """Allocate so that a layer can hold `length` positions of tensors like (B, heads, any, d)."""
-        for memories in (self.keys, self.values):
-            memory = memories[layer]
-            if memory is None or memory.shape[-2] < length:
-                capacity = length + max(SPARE_POSITIONS, length // 4)
-                larger = like.new_empty(*like.shape[:-2], capacity, like.shape[-1])
-                if memory is not None and self.length:
-                    larger[..., : self.length, :] = memory[..., : self.length, :]
-                memories[layer] = larger
-
-    def crop(self, length: int) -> None:
-        """Forget all but the first positions."""
-        self.length = min(self.length, length)
-
-    def select(self, rows: Tensor, first: int = 0) -> None:
-        """Keep some rows, from position `first` on."""
-        for memories in (self.keys, self.values):
-            for layer, memory in enumerate(memories):
-                if memory is not None:
-                    memories[layer] = memory[rows, :, first : self.length]
-        self.length -= first
-
-    def merge(self, other: "KVCache") -> None:
-        """Add the rows of another cache; the shorter one is padded at its front."""
-        length = max(self.length, other.length)
-        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
-            for layer, (one, two) in enumerate(zip(mine, theirs, strict=True)):
-                assert one is not None
-                assert two is not None
-                rows = one.new_zeros(len(one) + len(two), one.shape[1], length + SPARE_POSITIONS, one.shape[-1])
-                rows[: len(one), :, length - self.length : length] = one[..., : self.length, :]
-                rows[len(one) :, :, length - other.length : length] = two[..., : other.length, :]
-                mine[layer] = rows
-        self.length = length
 
 
 def rotary_embedding(positions: Tensor, config: Any) -> tuple[Tensor, Tensor]:
@@ -299,6 +236,9 @@ class Llama(nn.Module):
     def new_cache(self) -> KVCache:
         return KVCache(len(self.layers))
 
+    def new_batch(self) -> "LlamaBatch":
+        return LlamaBatch(self)
+
     def forward(
         self,
         x: Tensor,
@@ -329,3 +269,64 @@ class Llama(nn.Module):
             else:
                 x = layer(x, rotary, visible, cache)
         return self.norm(x)
+
+
+class LlamaBatch:
+    """Sequences that a `Llama` decodes together; see `calm.model.Batch`.
+
+    Prompts are left-aligned, so that causal attention needs no mask. On a GPU a decoding step has a static shape: it
+    attends to all places of a slot.
+    """
+
+    def __init__(self, llama: Llama):
+        self.llama = llama
+        self.lengths: list[int] = []  # positions of each slot; 0: free
+        device = llama.norm.weight.device
+        self.cache = SlotCache(len(llama.layers), device)
+        self.used = torch.zeros(0, dtype=torch.long, device=device)  # (slots,): 0 if free, else 1
+
+    def add(self, x: Tensor, lengths: list[int], longest: int) -> tuple[list[int], Tensor]:
+        cache, count, config = self.cache, len(lengths), self.llama.config
+        free = [slot for slot, length in enumerate(self.lengths) if not length]
+        slots = [*free, *range(len(self.lengths), len(self.lengths) + count)][:count]
+        new = max(0, max(slots) + 1 - len(self.lengths))
+        self.lengths += [0] * new
+        cache.next, self.used = F.pad(cache.next, (0, new)), F.pad(self.used, (0, new))
+        like = x.new_empty(0, config.num_key_value_heads, 0, config.head_dim, dtype=self.llama.norm.weight.dtype)
+        cache.allocate(len(self.lengths), max(longest, x.shape[1]), like)
+        rows, ends = (torch.tensor(numbers, device=x.device) for numbers in (slots, lengths))
+        hidden = self.llama(x, cache=PrefillCache(cache, rows))
+        cache.next[rows], self.used[rows] = ends, 1
+        for slot, length in zip(slots, lengths, strict=True):
+            self.lengths[slot] = length
+        return slots, hidden[torch.arange(count, device=x.device), ends - 1]
+
+    def step(self, x: Tensor) -> Tensor:
+        cache, static = self.cache, x.device.type == "cuda"
+        cache.length = cache.capacity - 1 if static else max(self.lengths)
+        mask = None
+        if static or min(self.lengths) < max(self.lengths):
+            mask = (torch.arange(cache.length + 1, device=x.device) <= cache.next[:, None])[:, None, None]
+        hidden = self.llama(x[:, None], cache.next[:, None], mask, cache)[:, 0]
+        cache.next += self.used
+        self.lengths = [length and length + 1 for length in self.lengths]
+        return hidden
+
+    def remove(self, slots: list[int]) -> list[int]:
+        """Free some slots. Those at the end are given up; if more than half of the others are free as well, the last
+        sequences move to the front, so that a few do not cost as much as many."""
+        cache = self.cache
+        for slot in slots:
+            self.lengths[slot] = 0
+        cache.next[slots], self.used[slots] = 0, 0
+        used = [slot for slot, length in enumerate(self.lengths) if length]
+        kept = list(range(used[-1] + 1 if used else 0))
+        if 2 * len(used) < len(kept):
+            holes = [slot for slot in kept[: len(used)] if not self.lengths[slot]]
+            kept = kept[: len(used)]
+            for hole, source in zip(holes, reversed(used), strict=False):
+                cache.move(source, hole, self.lengths[source])
+                kept[hole] = source
+        self.lengths = [self.lengths[slot] for slot in kept]
+        cache.next, self.used = cache.next[kept], self.used[kept]
+        return kept

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from calm.autoencoder import Autoencoder, AutoencoderConfig, Posterior
 from calm.errors import ConfigError, did_you_mean
 from calm.heads import HEADS, Head
-from calm.llama import KVCache, Llama, LlamaConfig, check_positions
+from calm.heads.base import check_finite
+from calm.kv_cache import KVCache
+from calm.llama import Llama, LlamaConfig, check_positions
 from calm.noise import RowNoise, Source, draw_normal
 from calm.scores.vocabulary import VocabularySubset
 
@@ -177,13 +179,38 @@ class ChunkEmbedding(nn.Module):
         return sum(parts[1:], parts[0])
 
 
+class Batch(Protocol):
+    """Sequences that a backbone decodes together: `backbone.new_batch()`. Each has a slot, a row of the tensors."""
+
+    def add(self, x: Tensor, lengths: list[int], longest: int) -> tuple[list[int], Tensor]:
+        """Read the embedded prompts of new sequences.
+
+        Args:
+            x: (n, L, H); shorter prompts end with padding.
+            lengths: positions of each prompt.
+            longest: positions that a sequence may grow to.
+
+        Returns:
+            Their slots, and the hidden state of each prompt's last position (n, H).
+        """
+        ...
+
+    def step(self, x: Tensor) -> Tensor:
+        """Read one more position of every sequence: (slots, H) → (slots, H). Rows of free slots mean nothing."""
+        ...
+
+    def remove(self, slots: list[int]) -> list[int]:
+        """Free some slots. Returns which of the former slots each slot is now."""
+        ...
+
+
 class LanguageModel(Protocol):
     """What generation and evaluation ask of a model: a CALM, or a Transformer, whose chunks have one token."""
 
     config: Any
 
     @property
-    def backbone(self) -> Any: ...  # (embeddings, positions, mask, cache) → hidden states, and new_cache()
+    def backbone(self) -> Any: ...  # (embeddings, positions, mask, cache) → hidden states; new_cache(), new_batch()
 
     @property
     def head(self) -> Head: ...
@@ -315,7 +342,7 @@ class Calm(nn.Module):
         Returns:
             Latents (N, B, L-1, Z), tokens (N, B, L-1, K), and the posterior of the true chunks.
         """
-        proposals = self.head.propose(self.hidden_states(chunks[:, :-1]), num_samples, noise)
+        proposals = check_finite(self.head.propose(self.hidden_states(chunks[:, :-1]), num_samples, noise))
         return proposals.latents(), proposals.tokens(), self.posterior(chunks[:, 1:])
 
     def forward(

@@ -52,17 +52,18 @@ class RowNoise:
 
 
 class ScaledNoise(RowNoise):
-    """Noise scaled towards its mean: 0 for normal, 0.5 for uniform numbers."""
+    """Noise scaled towards its mean, which is 0 for normal and 0.5 for uniform numbers; the scale of each row (B,)."""
 
-    def __init__(self, noise: RowNoise, scale: float):
+    def __init__(self, noise: RowNoise, scale: Tensor):
         self.generators, self.scale = noise.generators, scale
 
     def rows(self, places: list[int]) -> "ScaledNoise":
-        return ScaledNoise(super().rows(places), self.scale)
+        return ScaledNoise(super().rows(places), self.scale[places])
 
     def draw(self, function, shape: tuple[int, ...]) -> Tensor:
         middle = 0.0 if function is torch.randn else 0.5
-        return middle + self.scale * (super().draw(function, shape) - middle)
+        scale = self.scale.view(-1, *[1] * len(shape))
+        return middle + scale * (super().draw(function, shape) - middle)
 
 
 Source = torch.Generator | RowNoise | None  # None: torch's global generator

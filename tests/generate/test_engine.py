@@ -168,14 +168,14 @@ def test_cache_of_removed_sequences_is_freed():
     engine = Engine(build_model(2), -1, PAD)
     engine.add([Sequence([5] * 20, 0, 2), Sequence([5], 1, 8)])
     engine.step()
-    assert engine.mask.shape == (1, 1)  # the long sequence is finished, and positions that only it had are gone
-    assert engine.cache.length == 1
+    assert engine.batch.lengths == [0, 1]  # the long sequence is finished, and its slot is free
+    engine.add([Sequence([6] * 3, 2, 8)])
+    memory = [id(part) for part in engine.batch.cache.keys]
     engine.step()
-    assert engine.mask.shape == (1, 2)
-    assert engine.cache.length == 2
+    assert engine.batch.lengths == [2, 2]  # a new sequence took it
+    assert memory == [id(part) for part in engine.batch.cache.keys]
     engine.remove(engine.running)
-    assert engine.running == []
-    assert engine.cache.length == 0
+    assert engine.running == engine.slots == engine.batch.lengths == []
 
 
 def test_waiting_sequences_can_be_removed():
@@ -196,13 +196,13 @@ def test_agreement_and_draws_are_reported():
 
 def test_prompts_are_padded_at_the_front_to_whole_chunks():
     engine = Engine(build_model(4), EOS, PAD)
-    chunks, mask = engine._pad([[5, 6, 7, 8, 9], [5, 6], []])
+    chunks, lengths = engine._pad([[5, 6, 7, 8, 9], [5, 6], []])
     assert chunks.tolist() == [
         [[PAD, PAD, PAD, 5], [6, 7, 8, 9]],
-        [[PAD] * 4, [PAD, PAD, 5, 6]],
-        [[PAD] * 4, [PAD, PAD, PAD, EOS]],
+        [[PAD, PAD, 5, 6], [PAD] * 4],
+        [[PAD, PAD, PAD, EOS], [PAD] * 4],
     ]
-    assert mask.tolist() == [[True, True], [False, True], [False, True]]
+    assert lengths == [2, 1, 1]
 
 
 def test_model_trained_without_front_padding_gets_none():

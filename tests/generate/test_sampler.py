@@ -30,7 +30,7 @@ def test_chain_head_applies_temperature_to_its_softmaxes(method, num_candidates)
     second = second ** (1 / temperature)
     expected = (first / first.sum())[:, None] * second / second.sum(1, keepdim=True)  # (V, V)
     params = SamplingParams(temperature, num_candidates, method).resolve(model.head)
-    output = sample_chunks(model.head, hidden, params, RowNoise(list(range(count))))
+    output = sample_chunks(model.head, hidden, [params] * count, RowNoise(list(range(count))))
     assert set(output.stats.draws.tolist()) == {num_candidates or 1}
     index = output.chunks @ torch.tensor([VOCAB_SIZE, 1])
     found = torch.bincount(index, minlength=VOCAB_SIZE**2).view(VOCAB_SIZE, VOCAB_SIZE) / count
@@ -47,7 +47,7 @@ def test_transformer_samples_from_its_softmax():
     expected = (2 * model.logits(tokens)[0, -1]).softmax(-1)
     hidden = model.backbone(model.embed(tokens[..., None]))[:, -1].expand(count, -1)
     params = SamplingParams(0.5).resolve(model.head)
-    sampled = sample_chunks(model.head, hidden, params, RowNoise(list(range(count)))).chunks[:, 0]
+    sampled = sample_chunks(model.head, hidden, [params] * count, RowNoise(list(range(count)))).chunks[:, 0]
     found = torch.bincount(sampled, minlength=VOCAB_SIZE)
     often = expected * count >= 5
     statistic = ((found - expected * count) ** 2 / (expected * count))[often].sum()
@@ -93,6 +93,6 @@ def test_scaled_noise_reduces_the_spread_of_latents():
     hidden = torch.randn(1, 16, generator=torch.Generator().manual_seed(0))
     spread = {}
     for scale in (1.0, 0.001):
-        noise = ScaledNoise(RowNoise([0, 1]), scale).rows([1])
+        noise = ScaledNoise(RowNoise([0, 1]), torch.tensor([scale, scale])).rows([1])
         spread[scale] = float(model.head.sample(hidden, 200, noise).std(0).mean())
     assert spread[0.001] < 0.5 * spread[1.0]

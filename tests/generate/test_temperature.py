@@ -245,6 +245,8 @@ def test_one_candidate_falls_back_to_temperature_1():
 class LazyCandidates(Candidates):
     """Candidates that are decoded on demand, and count how many tokens are."""
 
+    lazy = True
+
     def __init__(self, tokens: torch.Tensor):
         super().__init__(torch.full_like(tokens, UNKNOWN))
         self.hidden, self.decoded = tokens, 0

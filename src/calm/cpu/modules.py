@@ -17,7 +17,8 @@ from calm.cpu.linear import (
     is_small_batch,
 )
 from calm.heads.energy import EnergyBlock
-from calm.llama import KVCache, Llama, rotary_embedding
+from calm.kv_cache import KVCache
+from calm.llama import Llama, rotary_embedding
 
 
 class NativeSwiGLULayer(SwiGLULayer):
@@ -102,27 +103,28 @@ class NativeLlama(Llama):
     def forward(
         self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
-        decoding = cache is not None and cache.length > 0 and x.shape[1] == 1 and (mask is None or mask.ndim == 2)
-        if self.weights is None or not decoding or not is_small_batch(x, NATIVE_ROWS):
+        places = None
+        if cache is not None and cache.length > 0 and x.shape[1] == 1:
+            places = cache.places(mask)
+        if self.weights is None or places is None or not is_small_batch(x, NATIVE_ROWS):
             return super().forward(x, positions, mask, cache)
         assert cache is not None
-        return self._decode(x, positions, mask, cache)
+        return self._decode(x, positions, *places, cache)
 
-    def _decode(self, x: Tensor, positions: Tensor | None, mask: Tensor | None, cache: KVCache) -> Tensor:
+    def _decode(self, x: Tensor, positions: Tensor | None, first: Tensor, last: Tensor, cache: KVCache) -> Tensor:
         count, length = len(x), cache.length + 1
         if positions is None:
             positions = torch.full((count, 1), cache.length)
         cosines, sines = (
             part.flatten(1).expand(count, -1).contiguous() for part in rotary_embedding(positions, self.config)
         )
-        first = torch.zeros(count, dtype=torch.long) if mask is None else (~mask.bool()).sum(1).clamp_(max=length - 1)
         capacity, like = 0, x.new_empty(count, self.config.num_key_value_heads, 0, self.config.head_dim)
         for number, layer in enumerate(self.kernel_layers):
             cache.reserve(number, length, like)
             keys, values = cast(Tensor, cache.keys[number]), cast(Tensor, cache.values[number])
             layer.keys, layer.values, capacity = keys.data_ptr(), values.data_ptr(), keys.shape[-2]
         states = x[:, 0].clone(memory_format=torch.contiguous_format)
-        native.llama_step(self.kernel, self.kernel_layers, states, cosines, sines, first, length, capacity)
+        native.llama_step(self.kernel, self.kernel_layers, states, cosines, sines, first, last, capacity)
         cache.length = length
         return states[:, None]
 

@@ -132,12 +132,12 @@ static void attend(const float *query, const float *keys, const float *values, f
     for (long i = 0; i < width; i++) result[i] /= sum;
 }
 
-/* One position of each sequence through all layers and the final norm: states (sequences, H), in place. `length`
- * includes this position, for which keys and values have capacity; a sequence starts at its entry of `first`. Cosines
- * and sines: (sequences, head size). scratch: H + (heads + 2·shared + heads)·width + inner elements per sequence. */
+/* One position of each sequence through all layers and the final norm: states (sequences, H), in place. Its keys and
+ * values go to place `next` of the sequence, and it attends to all places from `first` to there. Cosines and sines:
+ * (sequences, head size). scratch: H + (heads + 2·shared + heads)·width + inner elements per sequence. */
 void calm_llama_step(const Llama *llama, const LlamaLayer *layers, float *states, const float *cosines,
-                     const float *sines, const long *first, long sequences, long length, long capacity, float *scratch,
-                     int threads) {
+                     const float *sines, const long *first, const long *next, long sequences, long capacity,
+                     float *scratch, int threads) {
     long size = llama->size, width = llama->width, heads = llama->heads, shared = llama->shared, inner = llama->inner;
     long all = (heads + 2 * shared) * width;
     float *normed = scratch, *projected = normed + sequences * size, *attended = projected + sequences * all;
@@ -151,7 +151,7 @@ void calm_llama_step(const Llama *llama, const LlamaLayer *layers, float *states
             for (long sequence = 0; sequence < sequences; sequence++)
                 for (long i = 0; i < shared; i++) {
                     float *key = projected + sequence * all + (heads + i) * width, *value = key + shared * width;
-                    long place = ((sequence * shared + i) * capacity + length - 1) * width;
+                    long place = ((sequence * shared + i) * capacity + next[sequence]) * width;
                     rotate(key, cosines + sequence * width, sines + sequence * width, width);
                     memcpy(layer->keys + place, key, width * sizeof(float));
                     memcpy(layer->values + place, value, width * sizeof(float));
@@ -163,7 +163,7 @@ void calm_llama_step(const Llama *llama, const LlamaLayer *layers, float *states
                     long place = ((sequence * shared + i * shared / heads) * capacity + first[sequence]) * width;
                     rotate(query, cosines + sequence * width, sines + sequence * width, width);
                     attend(query, layer->keys + place, layer->values + place, attended + (sequence * heads + i) * width,
-                           length - first[sequence], width, llama->scale);
+                           next[sequence] + 1 - first[sequence], width, llama->scale);
                 }
             product((Linear){layer->output, 0, size, heads * width}, attended, states, states, sequences);
             rms_norm(states, layer->mlp_norm, normed, sequences, size, llama->eps);

@@ -46,7 +46,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "calm_product": [*[_POINTER] * 4, *[_LONG] * 3, _THREADS],
     "calm_layer": [*[_POINTER] * 7, *[_LONG] * 3, _FLOAT, _THREADS],
     "calm_energy_block": [*[_POINTER] * 5, *[_LONG] * 2, _FLOAT, _THREADS],
-    "calm_llama_step": [*[_POINTER] * 6, *[_LONG] * 3, _POINTER, _THREADS],
+    "calm_llama_step": [*[_POINTER] * 7, *[_LONG] * 2, _POINTER, _THREADS],
 }
 
 
@@ -140,13 +140,20 @@ def energy_block(rows: Tensor, conditions: Tensor, weights: list[Tensor], eps: f
 
 
 def llama_step(
-    llama: Llama, layers: Any, states: Tensor, cosines: Tensor, sines: Tensor, first: Tensor, length: int, capacity: int
+    llama: Llama,
+    layers: Any,
+    states: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    first: Tensor,
+    last: Tensor,
+    capacity: int,
 ) -> None:
     """One more position of n sequences, whose states (n, H) it changes in place; see native.c."""
     numbers = llama.size + 2 * (llama.heads + llama.shared) * llama.width + llama.inner  # per sequence
     scratch = states.new_empty(len(states) * numbers)
-    pointers = (tensor.data_ptr() for tensor in (states, cosines, sines, first))
-    _call("calm_llama_step", ctypes.byref(llama), layers, *pointers, len(states), length, capacity, scratch.data_ptr())
+    pointers = (tensor.data_ptr() for tensor in (states, cosines, sines, first, last))
+    _call("calm_llama_step", ctypes.byref(llama), layers, *pointers, len(states), capacity, scratch.data_ptr())
 
 
 def _call(name: str, *arguments: Any) -> None:

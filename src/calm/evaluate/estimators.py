@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from calm.evaluate.branches import Branches, BranchNoise, check_branches
 from calm.generate.engine import prepare_inference
+from calm.heads.base import check_finite
 from calm.model import LanguageModel
 from calm.noise import RowNoise, pick
 from calm.scores.brier import MAX_NGRAM
@@ -121,7 +122,7 @@ class SampleEstimator:
     def _draw(self, hidden: Tensor, noise: RowNoise) -> Tensor:
         """Samples of the next chunk: (..., H) → (..., S, K)."""
         drawn = [
-            self.model.head.propose(hidden, last - first, noise).tokens()
+            check_finite(self.model.head.propose(hidden, last - first, noise)).tokens()
             for first, last in _slices(self.num_samples, MAX_DRAWS)
         ]
         return torch.cat(drawn).movedim(0, -2)

@@ -72,7 +72,7 @@ def calm_samples(
         for first in range(0, len(hidden), batch_size):
             rows = hidden[first : first + batch_size]
             noise = RowNoise([torch_seed(draw, SeedStream.TRADEOFF, first + row) for row in range(len(rows))])
-            output = sample_chunks(model.head, rows, params, noise)
+            output = sample_chunks(model.head, rows, [params] * len(rows), noise)
             parts.append(output.chunks)
             costs.append([float(part.float().mean()) for part in output.stats])
         samples.append(torch.cat(parts))

@@ -3,9 +3,13 @@
     add → waiting → a step: read what is new, sample a chunk for every sequence → StepOutput → remove
 
 Sequences are added and removed between steps. Each has its own noise, so its tokens do not depend on its neighbours. A
-prompt is padded at its front to whole chunks, as in training. Rows are right-aligned; shorter ones are masked.
+prompt is padded at its front to whole chunks, as in training. The backbone's batch holds keys and values; rows are its
+slots, some of which may be free.
+
+A step waits for the device once, for `_collect`, unless the sampling method itself has to (see `sampler.py`).
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,7 +21,7 @@ from torch.nn import functional as F
 from calm.errors import ConfigError, UserError
 from calm.generate.sampler import SampleOutput, SamplingParams, sample_chunks
 from calm.llama import check_positions
-from calm.model import LanguageModel
+from calm.model import Batch, LanguageModel
 from calm.noise import RowNoise
 
 
@@ -77,11 +81,12 @@ class GenerationStats:
     fallen_back: int = 0  # chunks for which n had to be lowered
     unsettled: int = 0  # chunks for which a limit came before the goal
 
-    def add(self, output: SampleOutput) -> None:
-        self.chunks += len(output.chunks)
-        self.draws += int(output.stats.draws.sum())
-        self.fallen_back += int((output.stats.fallbacks > 0).sum())
-        self.unsettled += int(output.stats.unsettled.sum())
+    def add(self, draws: int, fallbacks: int, unsettled: bool) -> None:
+        """Count one chunk."""
+        self.chunks += 1
+        self.draws += draws
+        self.fallen_back += fallbacks > 0
+        self.unsettled += unsettled
 
     def warning(self, params: SamplingParams) -> str | None:
         """How the output deviates from the requested temperature, if it does."""
@@ -117,15 +122,15 @@ class Engine:
         self.model, self.eos_token_id, self.pad_token_id = model, eos_token_id, pad_token_id
         prepare_inference(model)  # pyright: ignore[reportArgumentType]
         self.stats = GenerationStats()
-        self.running: list[Sequence] = []  # rows of all tensors below are in their order
+        self.batch: Batch = model.backbone.new_batch()
+        self.slots: list[Sequence | None] = []  # the sequence of each row of the batch; None: a free slot
         self.waiting: list[Sequence] = []
-        self._clear()
+        self.noise = RowNoise([])  # of each slot
+        self.next_chunks = torch.zeros(0, model.chunk_size, dtype=torch.long, device=model.device)  # (slots, K)
 
-    def _clear(self) -> None:
-        self.noise = RowNoise([])
-        self.cache = self.model.backbone.new_cache()
-        self.mask = torch.zeros(0, 0, dtype=torch.bool, device=self.model.device)  # (B, L): false for padding
-        self.next_chunks = torch.zeros(0, self.model.chunk_size, dtype=torch.long, device=self.model.device)  # (B, K)
+    @property
+    def running(self) -> list[Sequence]:
+        return [sequence for sequence in self.slots if sequence is not None]
 
     def validate(self, sequence: Sequence) -> None:
         """Refuse what the model cannot do; resolves the sampling method."""
@@ -136,10 +141,14 @@ class Engine:
         for token in set(sequence.prompt):
             if not 0 <= token < model.vocab_size:
                 raise ConfigError(f"token id {token} is out of range: the vocabulary has {model.vocab_size:,} entries")
-        length = max(1, -(-len(whole_chunks(model, sequence.prompt)) // size))
-        length += -(-sequence.max_new_tokens // size) - 1
         config = getattr(model.config, "backbone_config", model.config)
-        check_positions(config, length, "chunks" if size > 1 else "tokens")
+        check_positions(config, self._longest(sequence), "chunks" if size > 1 else "tokens")
+
+    def _longest(self, sequence: Sequence) -> int:
+        """Positions that the backbone reads of a sequence, at most; the last chunk is sampled, but never read."""
+        size = self.model.chunk_size
+        prompt = max(1, -(-len(whole_chunks(self.model, sequence.prompt)) // size))
+        return prompt + -(-sequence.max_new_tokens // size) - 1
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Continue sequences from the next step on."""
@@ -152,90 +161,76 @@ class Engine:
         """Stop sequences where they are."""
         gone = {id(sequence) for sequence in sequences}
         self.waiting = [sequence for sequence in self.waiting if id(sequence) not in gone]
-        keep = [row for row, sequence in enumerate(self.running) if id(sequence) not in gone]
-        if len(keep) == len(self.running):
+        free = [slot for slot, sequence in enumerate(self.slots) if sequence is not None and id(sequence) in gone]
+        if not free:
             return
-        self.running = [self.running[row] for row in keep]
-        if not keep:
-            self._clear()
-            return
-        rows = torch.tensor(keep, device=self.next_chunks.device)
-        self.noise, self.next_chunks, self.mask = self.noise.rows(keep), self.next_chunks[rows], self.mask[rows]
-        first = int(self.mask.any(0).int().argmax())  # positions of longer sequences that are gone
-        self.mask = self.mask[:, first:]
-        self.cache.select(rows, first)
+        for slot in free:
+            self.slots[slot] = None
+        kept = self.batch.remove(free)
+        if kept != list(range(len(self.slots))):
+            self.slots = [self.slots[slot] for slot in kept]
+            self.noise, self.next_chunks = self.noise.rows(kept), self.next_chunks[kept]
 
     @torch.no_grad()
     def step(self) -> list[StepOutput]:
         """One more chunk for every sequence, cut at its end; finished sequences are removed."""
-        hidden = [self._decode()] if self.running else []
+        slots = [slot for slot, sequence in enumerate(self.slots) if sequence is not None]
+        hidden = [self.batch.step(self.model.embed(self.next_chunks))[slots]] if slots else []
         if self.waiting:
-            hidden.append(self._prefill())
-        agreement = self._sample(torch.cat(hidden))
-        outputs, rows = [], self.next_chunks.tolist()
-        for sequence, chunk, share in zip(self.running, rows, agreement, strict=True):
+            added, states = self._prefill()
+            slots, hidden = slots + added, [*hidden, states]
+        running = [sequence for slot in slots if (sequence := self.slots[slot]) is not None]
+        noise = self.noise.rows(slots)
+        output = sample_chunks(self.model.head, torch.cat(hidden), [s.params for s in running], noise)
+        self.next_chunks[slots] = output.chunks
+        outputs = []
+        for sequence, chunk, share in zip(running, *self._collect(output), strict=True):
             ids = chunk[: sequence.max_new_tokens - len(sequence.output_ids)]
             if self.eos_token_id in ids:
                 ids, sequence.hit_eos = ids[: ids.index(self.eos_token_id)], True
             sequence.output_ids += ids
             outputs.append(StepOutput(sequence, ids, share))
-        self.remove([sequence for sequence in self.running if sequence.finished])
+        self.remove([sequence for sequence in running if sequence.finished])
         return outputs
 
-    def _decode(self) -> Tensor:
-        """Read the chunks of the last step: (B, H)."""
-        self.mask = F.pad(self.mask, (0, 1), value=True)
-        return self._forward(self.next_chunks[:, None], self.mask, self.mask.sum(1, keepdim=True) - 1, self.cache)
-
-    def _prefill(self) -> Tensor:
-        """Read the prompts of waiting sequences and add them to the batch: (new sequences, H)."""
+    def _prefill(self) -> tuple[list[int], Tensor]:
+        """Read the prompts of waiting sequences and add them to the batch: their slots and hidden states (n, H)."""
         new, self.waiting = self.waiting, []
-        chunks, mask = self._pad([sequence.prompt for sequence in new])
-        cache = self.model.backbone.new_cache()
-        hidden = self._forward(chunks, mask, (mask.long().cumsum(1) - 1).clamp(min=0), cache)
-        if self.running:
-            length = max(mask.shape[1], self.mask.shape[1])
-            self.cache.merge(cache)
-            self.mask = torch.cat([F.pad(own, (length - own.shape[1], 0)) for own in (self.mask, mask)])
-        else:
-            self.cache, self.mask = cache, mask
-        seeds = [sequence.seed for sequence in new]
-        self.noise = RowNoise.concat([self.noise, RowNoise(seeds, hidden.device)])
-        self.running = self.running + new
-        return hidden
+        chunks, lengths = self._pad([sequence.prompt for sequence in new])
+        embeddings = self.model.embed(chunks.to(self.model.device))
+        slots, hidden = self.batch.add(embeddings, lengths, max(map(self._longest, new)))
+        free = 1 + max(slots) - len(self.slots)
+        if free > 0:
+            self.slots += [None] * free
+            self.noise = RowNoise.concat([self.noise, RowNoise([0] * free, hidden.device)])
+            self.next_chunks = F.pad(self.next_chunks, (0, 0, 0, free))
+        for slot, sequence in zip(slots, new, strict=True):
+            self.slots[slot] = sequence
+            self.noise.generators[slot] = RowNoise([sequence.seed], hidden.device).generators[0]
+        return slots, hidden
 
-    def _forward(self, chunks: Tensor, mask: Tensor, positions: Tensor, cache) -> Tensor:
-        """Hidden state of the last chunk: (B, L, K) → (B, H)."""
-        padded = not bool(mask.all())
-        return self.model.backbone(self.model.embed(chunks), positions, mask if padded else None, cache)[:, -1]
-
-    def _pad(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Prompts as right-aligned chunks (B, L, K), and their mask (B, L)."""
-        size, device = self.model.chunk_size, self.model.device
+    def _pad(self, prompts: list[list[int]]) -> tuple[Tensor, list[int]]:
+        """Prompts as chunks (B, L, K), and the number of chunks of each; shorter ones end with padding."""
+        size = self.model.chunk_size
         pad = self.pad_token_id if self.model.front_padding else self.eos_token_id
         texts = [whole_chunks(self.model, prompt) or [self.eos_token_id] for prompt in prompts]
-        counts = [-(-len(text) // size) for text in texts]
-        length = max(counts)
-        rows = [[pad] * (length * size - len(text)) + text for text in texts]
-        mask = torch.arange(length) >= length - torch.tensor(counts)[:, None]
-        return torch.tensor(rows).unflatten(1, (length, size)).to(device), mask.to(device)
+        texts = [[pad] * (-len(text) % size) + text for text in texts]
+        longest = max(map(len, texts))
+        rows = torch.tensor([text + [pad] * (longest - len(text)) for text in texts])
+        return rows.unflatten(1, (-1, size)), [len(text) // size for text in texts]
 
-    def _sample(self, hidden: Tensor) -> list[float | None]:
-        """Sample chunks for hidden states (B, H), rows with the same parameters at once; returns their agreement."""
-        groups: dict[SamplingParams, list[int]] = {}
-        for row, sequence in enumerate(self.running):
-            groups.setdefault(sequence.params, []).append(row)
-        size = (len(self.running), self.model.chunk_size)
-        self.next_chunks = torch.empty(size, dtype=torch.long, device=hidden.device)
-        agreement: list[float | None] = [None] * len(self.running)
-        for params, rows in groups.items():
-            output = sample_chunks(self.model.head, hidden[rows], params, self.noise.rows(rows))
-            self.stats.add(output)
-            self.next_chunks[rows] = output.chunks
-            if output.agreement is not None:
-                for row, share in zip(rows, output.agreement.tolist(), strict=True):
-                    agreement[row] = share
-        return agreement
+    def _collect(self, output: SampleOutput) -> tuple[list[list[int]], list[float | None]]:
+        """Chunks and their agreement, in one transfer from the device, which this waits for; counts what they cost."""
+        columns = [*output.chunks.unbind(1), *output.stats, output.finite, output.agreement]
+        rows = torch.stack([column.double() for column in columns], dim=1).tolist()
+        chunks, agreement = [], []
+        for *ids, draws, fallbacks, unsettled, finite, share in rows:
+            if not finite:
+                raise UserError("the model's output is not finite: its weights are damaged")
+            self.stats.add(int(draws), int(fallbacks), bool(unsettled))
+            chunks.append([int(token) for token in ids])
+            agreement.append(None if math.isnan(share) else share)
+        return chunks, agreement
 
 
 def whole_chunks(model: LanguageModel, prompt: list[int]) -> list[int]:

@@ -7,7 +7,7 @@ to the tokens chosen so far. So temperature, top-k, top-p, and min-p mean what t
 whole softmax rows, N·K of them per chunk.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,14 +21,19 @@ NextLogProbs = Callable[[Tensor], Tensor]  # the chunk's first tokens (B, k) →
 
 @dataclass(frozen=True)
 class LogitsProcessor:
-    """Temperature and truncation of a distribution over tokens, applied in this order."""
+    """Temperature and truncation of a distribution over tokens, applied in this order.
 
-    temperature: float = 1.0
-    top_k: int | None = None  # keep the k most probable tokens
-    top_p: float | None = None  # keep the most probable tokens until they have this probability together
-    min_p: float | None = None  # keep tokens with at least this share of the largest probability
+    `concat` makes a processor of several rows, whose fields are tensors (B, 1).
+    """
+
+    temperature: float | Tensor = 1.0
+    top_k: int | Tensor | None = None  # keep the k most probable tokens
+    top_p: float | Tensor | None = None  # keep the most probable tokens until they have this probability together
+    min_p: float | Tensor | None = None  # keep tokens with at least this share of the largest probability
 
     def __post_init__(self) -> None:
+        if isinstance(self.temperature, Tensor):  # of processors that were checked
+            return
         if not 0 < self.temperature < float("inf"):
             raise ConfigError(f"temperature must be above 0 and finite, not {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
@@ -37,21 +42,42 @@ class LogitsProcessor:
             if value is not None and not 0 < value <= 1:
                 raise ConfigError(f"{name} must be above 0 and at most 1, not {value}")
 
+    @staticmethod
+    def concat(rows: Sequence["LogitsProcessor"], device: torch.device | str = "cpu") -> "LogitsProcessor":
+        """One processor for several rows, each with the fields of its own."""
+        if len(set(rows)) == 1:
+            return rows[0]
+
+        def column(name: str, neutral: float) -> Tensor | None:
+            values = [getattr(row, name) for row in rows]
+            if all(value is None for value in values):
+                return None
+            given = [neutral if value is None else value for value in values]
+            return torch.tensor(given, dtype=torch.double, device=device)[:, None]
+
+        temperature, everything = column("temperature", 1.0), float("inf")
+        assert temperature is not None
+        return LogitsProcessor(
+            temperature, column("top_k", everything), column("top_p", everything), column("min_p", 0)
+        )
+
     def __call__(self, log_probs: Tensor) -> Tensor:
         """Log-probabilities or logits (B, V) → normalised probabilities (B, V), in fp64."""
         p = (log_probs.double() / self.temperature).softmax(-1)
         if self.top_k is self.top_p is self.min_p is None:
             return p
-        if self.top_k is not None and self.top_k < p.shape[-1]:
-            top = p.topk(self.top_k)
-            p = torch.zeros_like(p).scatter(-1, top.indices, top.values)
-            p = p / p.sum(-1, keepdim=True)
-        if self.top_p is not None:
-            ordered, order = p.sort(-1, descending=True)
-            before = ordered.cumsum(-1) - ordered  # a token stays while those before it have less than top_p
-            p = torch.zeros_like(p).scatter(-1, order, ordered.where(before < self.top_p, 0))
+        if self.top_k is not None or self.top_p is not None:
+            ordered, order = p.sort(dim=-1, descending=True, stable=True)
+            if self.top_k is not None:
+                rank = torch.arange(p.shape[-1], device=p.device)
+                ordered = torch.where(rank < self.top_k, ordered, 0)
+                ordered = ordered / ordered.sum(-1, keepdim=True)
+            if self.top_p is not None:
+                before = ordered.cumsum(-1) - ordered  # a token stays while those before it have less than top_p
+                ordered = torch.where(before < self.top_p, ordered, 0)
+            p = torch.zeros_like(p).scatter(-1, order, ordered)
         if self.min_p is not None:
-            p = p.where(p >= self.min_p * p.amax(-1, keepdim=True), 0)
+            p = torch.where(p >= self.min_p * p.amax(-1, keepdim=True), p, 0)
         return p / p.sum(-1, keepdim=True)
 
 

@@ -7,8 +7,7 @@ mixture   token probabilities, averaged over draws; also top-k, top-p, and min-p
 noise     a heuristic (§8): one draw whose noise is scaled by the temperature
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
@@ -101,10 +100,20 @@ class SamplingParams:
         return self.num_candidates or DEFAULT_BY_METHOD.get(self.method, DEFAULT_CANDIDATES)
 
     @property
+    def single_draw(self) -> bool:
+        """Whether one draw is the chunk."""
+        return self.method == "noise" or (self.temperature == 1 and self.method != "mixture")
+
+    @property
     def draws(self) -> int:
         """Draws per chunk, at most."""
-        single = self.method == "noise" or (self.temperature == 1 and self.method != "mixture")
-        return 1 if single else self.number
+        return 1 if self.single_draw else self.number
+
+    @property
+    def sampler(self) -> "Sampler":
+        """The function that samples with these parameters, once they are resolved."""
+        assert self.method is not None
+        return _single_draw if self.single_draw and self.method != "noise" else METHODS[self.method]
 
     @property
     def processor(self) -> LogitsProcessor:
@@ -112,10 +121,17 @@ class SamplingParams:
 
 
 class SampleOutput(NamedTuple):
+    """One chunk for each row."""
+
     chunks: Tensor  # (B, K)
     stats: SamplingStats
-    agreement: Tensor | None = None  # (B,): share of the candidates that equal the chunk, or its probability
-    log_probs: Tensor | None = None  # (B, K), if the method has them
+    finite: Tensor  # (B,): false if the model's output was not finite; the chunk is then meaningless
+    agreement: Tensor  # (B,): share of the candidates that equal the chunk, or its probability; NaN for a single draw
+
+    def at(self, rows: Tensor) -> "SampleOutput":
+        """Some rows, in a new order."""
+        stats = SamplingStats(*(part[rows] for part in self.stats))
+        return SampleOutput(self.chunks[rows], stats, self.finite[rows], self.agreement[rows])
 
 
 class ProposedCandidates(Candidates):
@@ -123,16 +139,24 @@ class ProposedCandidates(Candidates):
 
     def __init__(self, head: Head, hidden: Tensor, noise: RowNoise, count: int):
         self.head, self.hidden, self.noise = head, hidden, noise
-        self.blocks: list[tuple[int, Tensor, Proposals]] = []  # first number, index of each row, proposals
-        super().__init__(torch.empty(len(hidden), 0, head.chunk_size, dtype=torch.long, device=hidden.device))
-        self.grow(count, torch.ones(len(hidden), dtype=torch.bool, device=hidden.device))
+        first = head.propose(hidden, count, noise)
+        self.finite, self.lazy = first.finite(), first.lazy
+        self.blocks = [(0, torch.arange(len(hidden), device=hidden.device), first)]  # first number, index of each row
+        super().__init__(self._known(first, count))
+
+    def _known(self, proposals: Proposals, count: int) -> Tensor:
+        if not self.lazy:
+            return proposals.tokens().transpose(0, 1)
+        size = (len(proposals.finite()), count, self.head.chunk_size)
+        return torch.full(size, UNKNOWN, device=self.hidden.device)
 
     def draw_more(self, count: int, rows: Tensor) -> Tensor:
-        proposals = self.head.propose(self.hidden[rows], count, self.noise.rows(rows.nonzero()[:, 0].tolist()))
+        places = rows.nonzero()[:, 0]
+        proposals = self.head.propose(self.hidden[places], count, self.noise.rows(places.tolist()))
         self.blocks.append((self.known.shape[1], rows.cumsum(0) - 1, proposals))
+        self.finite[places] &= proposals.finite()
         chunks = self.known.new_full((len(rows), count, self.known.shape[-1]), UNKNOWN)
-        if not proposals.lazy:
-            chunks[rows] = proposals.tokens().transpose(0, 1)
+        chunks[places] = self._known(proposals, count)
         return chunks
 
     def decode(self, places: tuple[Tensor, ...], first: int, last: int) -> Tensor:
@@ -151,88 +175,116 @@ class ProposedCandidates(Candidates):
 
 
 @torch.no_grad()
-def sample_chunks(head: Head, hidden: Tensor, params: SamplingParams, noise: RowNoise) -> SampleOutput:
-    """Sample the next chunk for hidden states (B, H).
+def sample_chunks(head: Head, hidden: Tensor, params: Sequence[SamplingParams], noise: RowNoise) -> SampleOutput:
+    """Sample the next chunk for hidden states.
+
+    Rows are sampled together unless they differ in more than the temperature and the truncation of the distribution.
 
     Args:
         head: the model's head.
         hidden: (B, H).
-        params: resolved for this head.
+        params: of each row, resolved for this head.
         noise: one generator per row.
     """
-    if params.temperature == 1 and params.method not in ("mixture", "noise"):
-        return _single_draw(head, hidden, noise)
-    return METHODS[params.method or "token"](head, hidden, params, noise)
+    groups: dict[tuple, list[int]] = {}
+    for row, own in enumerate(params):
+        groups.setdefault((own.sampler, own.draws, own.tolerance, own.refill), []).append(row)
+    if len(groups) == 1:
+        ((sampler, *_),) = groups
+        return sampler(head, hidden, params, noise)
+    outputs = [
+        sampler(head, hidden[rows], [params[row] for row in rows], noise.rows(rows))
+        for (sampler, *_), rows in groups.items()
+    ]
+    chunks, stats, finite, agreement = zip(*outputs, strict=True)
+    together = SampleOutput(
+        torch.cat(chunks),
+        SamplingStats(*(torch.cat(parts) for parts in zip(*stats, strict=True))),
+        torch.cat(finite),
+        torch.cat(agreement),
+    )
+    order = torch.tensor([row for rows in groups.values() for row in rows], device=hidden.device)
+    return together.at(order.argsort())
 
 
-def _single_draw(head: Head, hidden: Tensor, noise: RowNoise) -> SampleOutput:
-    chunks = head.propose(hidden, 1, noise).tokens()[0]
-    return SampleOutput(chunks, _settled(torch.ones_like(chunks[:, 0])))
+def _single_draw(head: Head, hidden: Tensor, params: Sequence[SamplingParams], noise: RowNoise) -> SampleOutput:
+    proposals = head.propose(hidden, 1, noise)
+    chunks = proposals.tokens()[0]
+    one = torch.ones_like(chunks[:, 0])
+    return SampleOutput(chunks, _settled(one), proposals.finite(), torch.full_like(one, torch.nan, dtype=torch.double))
 
 
-def _noise(head: Head, hidden: Tensor, params: SamplingParams, noise: RowNoise) -> SampleOutput:
-    return _single_draw(head, hidden, ScaledNoise(noise, params.temperature))
+def _noise(head: Head, hidden: Tensor, params: Sequence[SamplingParams], noise: RowNoise) -> SampleOutput:
+    scales = torch.tensor([own.temperature for own in params], device=hidden.device)
+    return _single_draw(head, hidden, params, ScaledNoise(noise, scales))
 
 
-def _token(head: Head, hidden: Tensor, params: SamplingParams, noise: RowNoise) -> SampleOutput:
-    s, pool = inverse(params.temperature), ProposedCandidates(head, hidden, noise, params.number)
-    fewest = math.ceil(s) if params.refill else 0
-    chunks, stats = sample_token_by_token(pool, s, generator=noise, refill=params.number, fewest=fewest)
-    return SampleOutput(chunks, stats, _agreement(pool, chunks))
+def _token(head: Head, hidden: Tensor, params: Sequence[SamplingParams], noise: RowNoise) -> SampleOutput:
+    s, number = _inverse_temperatures(params, hidden.device), params[0].number
+    pool = ProposedCandidates(head, hidden, noise, number)
+    refill, fewest = (number, s.ceil()) if params[0].refill else (0, 0)
+    chunks, stats = sample_token_by_token(pool, s, generator=noise, refill=refill, fewest=fewest)
+    return SampleOutput(chunks, stats, pool.finite, _agreement(pool, chunks))
 
 
-def _batch(head: Head, hidden: Tensor, params: SamplingParams, noise: RowNoise) -> SampleOutput:
-    s, unsettled = inverse(params.temperature), None
-    at_once = min(BLOCK, params.number) if params.tolerance else params.number
-    pool = ProposedCandidates(head, hidden, noise, at_once)
-    if params.tolerance:
-        unsettled = grow_until_settled(pool, s, params.number, params.tolerance, BLOCK)
+def _batch(head: Head, hidden: Tensor, params: Sequence[SamplingParams], noise: RowNoise) -> SampleOutput:
+    s, number, tolerance = _inverse_temperatures(params, hidden.device), params[0].number, params[0].tolerance
+    pool = ProposedCandidates(head, hidden, noise, min(BLOCK, number) if tolerance else number)
+    unsettled = grow_until_settled(pool, s, number, tolerance, BLOCK) if tolerance else None
     chunks, stats = sample_from_candidates(pool, s, generator=noise)
     if unsettled is not None:
         stats = stats._replace(unsettled=unsettled)
-    return SampleOutput(chunks, stats, _agreement(pool, chunks))
+    return SampleOutput(chunks, stats, pool.finite, _agreement(pool, chunks))
 
 
-def _mixture(head: Head, hidden: Tensor, params: SamplingParams, noise: RowNoise) -> SampleOutput:
+def _mixture(head: Head, hidden: Tensor, params: Sequence[SamplingParams], noise: RowNoise) -> SampleOutput:
     """As many rows at a time as memory holds the softmaxes of."""
-    rows = max(1, MIXTURE_ELEMENTS // (params.number * head.vocab_size))
-    parts = []
+    number = params[0].number
+    rows, parts = max(1, MIXTURE_ELEMENTS // (number * head.vocab_size)), []
     for first in range(0, len(hidden), rows):
         here = hidden[first : first + rows]
         own = noise.rows(list(range(first, first + len(here))))
-        proposals = head.propose(here, params.number, own)
+        proposals = head.propose(here, number, own)
         uniform = draw_uniform(own, here, 1, head.chunk_size)[0]
-        parts.append(sample_mixture(proposals.log_probs, head.chunk_size, params.processor, uniform))
-    chunks, log_probs = (torch.cat(part) for part in zip(*parts, strict=True))
-    draws = torch.full((len(hidden),), params.number, device=hidden.device)
-    return SampleOutput(chunks, _settled(draws), log_probs.sum(1).exp(), log_probs)
+        process = LogitsProcessor.concat([p.processor for p in params[first : first + rows]], hidden.device)
+        chunks, log_probs = sample_mixture(proposals.log_probs, head.chunk_size, process, uniform)
+        parts.append((chunks, log_probs, proposals.finite()))
+    chunks, log_probs, finite = (torch.cat(part) for part in zip(*parts, strict=True))
+    draws = torch.full((len(hidden),), number, device=hidden.device)
+    probability = log_probs.double().sum(1).exp()
+    return SampleOutput(chunks, _settled(draws), finite & probability.isfinite(), probability)
 
 
-def _exact(head: Head, hidden: Tensor, params: SamplingParams, noise: RowNoise) -> SampleOutput:
+def _exact(head: Head, hidden: Tensor, params: Sequence[SamplingParams], noise: RowNoise) -> SampleOutput:
     """Algorithm 1, row by row: each takes as many draws as it needs."""
-    chunks, stats = [], []
-    for row in range(len(hidden)):
-        own = noise.rows([row])
+    chunks, stats, finite = [], [], torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
+    for row, own in enumerate(params):
+        source = noise.rows([row])
 
-        def draw(count: int, row: int = row, own: RowNoise = own) -> Tensor:
-            return head.propose(hidden[row : row + 1], count, own).tokens()[:, 0]
+        def draw(count: int, row: int = row, source: RowNoise = source) -> Tensor:
+            proposals = head.propose(hidden[row : row + 1], count, source)
+            finite[row] &= proposals.finite()[0]
+            return proposals.tokens()[:, 0]
 
-        chunk, cost = sample_at_temperature(
-            draw, params.temperature, generator=own.generators[0], max_draws=params.number
-        )
+        chunk, cost = sample_at_temperature(draw, own.temperature, generator=source.generators[0], max_draws=own.number)
         chunks.append(chunk)
         stats.append(cost)
-    together = (torch.cat(parts).to(hidden.device) for parts in zip(*stats, strict=True))
-    return SampleOutput(torch.stack(chunks), SamplingStats(*together))
+    together = SamplingStats(*(torch.cat(parts).to(hidden.device) for parts in zip(*stats, strict=True)))
+    return SampleOutput(torch.stack(chunks), together, finite, torch.full_like(finite, torch.nan, dtype=torch.double))
 
 
-METHODS: dict[Method, Callable[[Head, Tensor, SamplingParams, RowNoise], SampleOutput]] = {
+Sampler = Callable[[Head, Tensor, Sequence[SamplingParams], RowNoise], SampleOutput]
+METHODS: dict[Method, Sampler] = {
     "token": _token,
     "batch": _batch,
     "exact": _exact,
     "mixture": _mixture,
     "noise": _noise,
 }
+
+
+def _inverse_temperatures(params: Sequence[SamplingParams], device: torch.device) -> Tensor:
+    return torch.tensor([inverse(own.temperature) for own in params], dtype=torch.double, device=device)
 
 
 def _settled(draws: Tensor) -> SamplingStats:
@@ -242,4 +294,4 @@ def _settled(draws: Tensor) -> SamplingStats:
 def _agreement(pool: Candidates, chunks: Tensor) -> Tensor:
     """Share of the candidates that equal the chunk; at least one does, even if it was never decoded to its end."""
     same = (pool.known == chunks[:, None]).all(-1) & pool.valid
-    return same.sum(1).clamp(min=1) / pool.valid.sum(1)
+    return same.sum(1).clamp(min=1).double() / pool.valid.sum(1)

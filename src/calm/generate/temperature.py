@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from calm.errors import ConfigError
 from calm.noise import Source, draw_uniform, pick
@@ -25,14 +26,17 @@ MAX_REFILLS = 4  # per position of a row whose candidates run out
 
 
 class Candidates:
-    """Candidates of B rows, which may have different numbers of them; decoded lazily.
+    """Candidates of B rows, which may have different numbers of them.
 
-    A candidate that its first tokens already rule out is never decoded to its end.
+    Candidates that are not lazy are handled in tensors of fixed shapes, so that a GPU is never waited for. Lazy ones
+    are decoded on demand: a candidate that its first tokens already rule out is never decoded to its end.
 
     Args:
         tokens: ids (B, N, K).
         draw: draw(n) → (B, n, K), more candidates from a black box; None if there are no more.
     """
+
+    lazy = False
 
     def __init__(self, tokens: Tensor, draw: Callable[[int], Tensor] | None = None):
         self.known = tokens  # (B, N, K), UNKNOWN if not decoded yet
@@ -50,24 +54,25 @@ class Candidates:
             raise ConfigError("these candidates cannot be refilled: pass `draw` to Candidates")
         return self.draw(count)
 
-    def tokens(self, position: int, places: tuple[Tensor, ...]) -> Tensor:
-        """Tokens of some candidates (rows, numbers) at one position: (n,)."""
-        tokens = self.known[*places, position]
-        if bool((missing := tokens == UNKNOWN).any()):
-            asked = places[0][missing], places[1][missing]
-            tokens[missing] = self.known[*asked, position] = self.decode(asked, position, position + 1)[:, 0]
+    def tokens(self, position: int, live: Tensor) -> Tensor:
+        """Tokens at one position (B, N); only those of live candidates (B, N) are certain to be known."""
+        tokens = self.known[..., position]
+        if self.lazy and bool((missing := live & (tokens == UNKNOWN)).any()):
+            places = missing.nonzero(as_tuple=True)
+            tokens[places] = self.decode(places, position, position + 1)[:, 0]
         return tokens
 
-    def rest(self, first: int, places: tuple[Tensor, ...]) -> Tensor:
-        """All tokens of some candidates from a position on: (n, K - first)."""
-        tokens = self.known[*places][:, first:]
-        if bool((tokens == UNKNOWN).any()):
-            tokens = self.decode(places, first, self.known.shape[-1])
-        return tokens
+    def chunks(self, numbers: Tensor) -> Tensor:
+        """One whole candidate of each row: (B,) → (B, K)."""
+        places = torch.arange(len(numbers), device=numbers.device), numbers
+        chunks = self.known[places]
+        if self.lazy and bool((chunks == UNKNOWN).any()):
+            chunks = self.decode(places, 0, chunks.shape[-1])
+        return chunks
 
     def decode(self, places: tuple[Tensor, ...], first: int, last: int) -> Tensor:
-        """Compute the tokens of some candidates from `first` to before `last`: (n, last - first)."""
-        raise AssertionError("given candidates are known")
+        """Compute tokens `first` to before `last` of some candidates (rows, numbers): (n, last - first)."""
+        raise AssertionError("these candidates are known")
 
 
 class SamplingStats(NamedTuple):
@@ -89,15 +94,15 @@ def inverse(temperature: float) -> float:
 
 
 def sample_from_candidates(
-    candidates: Tensor | Candidates, inverse_temperature: float, *, generator: Source = None
+    candidates: Tensor | Candidates, inverse_temperature: float | Tensor, *, generator: Source = None
 ) -> tuple[Tensor, SamplingStats]:
     """Algorithm 2: select one of the candidates of each row.
 
     If no chunk occurs n times, n is lowered until one does; at n = 1 all candidates are equally likely.
 
     Args:
-        candidates: ids (B, N, K), or `Candidates` that are decoded lazily.
-        inverse_temperature: n = 1/T, at least 1.
+        candidates: ids (B, N, K), or `Candidates`.
+        inverse_temperature: n = 1/T, at least 1, for all rows or for each (B,).
 
     Returns:
         Chunks (B, K), and statistics.
@@ -107,36 +112,48 @@ def sample_from_candidates(
     """
     pool = _pool(candidates)
     target = _exponents(pool, inverse_temperature)
-    weights = pool.valid.double()  # if even the last fallback finds nothing: uniform
-    exponent = target.clone()  # (B,)
-    searching = exponent > 1
+    count, exponent = _counts_of_lazy(pool, target) if pool.lazy else _counts_of_known(pool, target)
+    uniform = draw_uniform(generator, pool.known[:, 0], 1, 1)[0]  # (B, 1)
+    chunks = pool.chunks(pick(_weights(count, exponent), uniform)[:, 0])
+    fallbacks = (target - exponent).ceil().long()
+    return chunks, SamplingStats(pool.valid.sum(1), fallbacks, torch.zeros_like(fallbacks, dtype=torch.bool))
+
+
+def _counts_of_known(pool: Candidates, target: Tensor) -> tuple[Tensor, Tensor]:
+    """How often each candidate's chunk occurs (B, N), and the exponent, lowered if no chunk is that frequent (B,)."""
+    everything = torch.ones_like(target, dtype=torch.bool)
+    count, _ = chunk_counts(pool, everything, torch.zeros_like(target))
+    return count, target.minimum(count.amax(1))
+
+
+def _counts_of_lazy(pool: Candidates, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The same; chunks that are too rare to be selected are not decoded, and have a count of 0."""
+    counts = pool.valid.double()  # at an exponent of 1 all candidates are equally likely
+    exponent, searching = target.clone(), target > 1
     while bool(searching.any()):
         count, most = chunk_counts(pool, searching, exponent)
         found = searching & (count > 0).any(1)
-        weights = torch.where(found[:, None], _weights(count, exponent), weights)
+        counts = torch.where(found[:, None], count, counts)
         exponent = torch.where(searching & ~found, most.double(), exponent)  # no count in between occurs
         searching = searching & ~found & (exponent > 1)
-    uniform = draw_uniform(generator, pool.known[:, 0], 1, 1)[0]  # (B, 1)
-    rows = torch.arange(len(weights), device=weights.device)
-    chunks = pool.rest(0, (rows, pick(weights, uniform)[:, 0]))
-    return chunks, SamplingStats(pool.valid.sum(1), (target - exponent).ceil().long(), torch.zeros_like(searching))
+    return counts, exponent
 
 
 def sample_token_by_token(
     candidates: Tensor | Candidates,
-    inverse_temperature: float,
+    inverse_temperature: float | Tensor,
     *,
     generator: Source = None,
     refill: int = 0,
-    fewest: int = 0,
+    fewest: int | Tensor = 0,
 ) -> tuple[Tensor, SamplingStats]:
     """Select a token by its frequency among the candidates, then the next among those that start with it.
 
     As N grows this samples the product of P(x_k | x_<k)^(1/T), normalised at each k.
 
     Args:
-        candidates: ids (B, N, K), or `Candidates` that are decoded lazily.
-        inverse_temperature: 1/T, at least 1.
+        candidates: ids (B, N, K), or `Candidates`.
+        inverse_temperature: 1/T, at least 1, for all rows or for each (B,).
         refill, fewest: a row with fewer than `fewest` candidates left draws `refill` more, a few times; those that
             start with the chosen tokens are added.
 
@@ -153,19 +170,13 @@ def sample_token_by_token(
     live, chosen = pool.valid.clone(), []
     fallbacks, unsettled = torch.zeros_like(target), torch.zeros_like(target, dtype=torch.bool)
     for k in range(size):
-        for _ in range(MAX_REFILLS if k else 0):
+        for _ in range(MAX_REFILLS if k and refill else 0):
             if not bool((few := live.sum(1) < fewest).any()):
                 break
             pool.grow(refill, few)
             live = _agreeing(pool, live, chosen)
         unsettled |= live.sum(1) < fewest
-        places = live.nonzero(as_tuple=True)
-        if len(places[0]) == len(live) and (fewest <= 1 or k == 0):  # one candidate per row: nothing is left to choose
-            chosen += pool.rest(k, places).unbind(1)
-            fallbacks += (size - k) * (target - 1).ceil()
-            break
-        _, number = _regroup(places[0], pool.tokens(k, places))
-        count = torch.zeros_like(live, dtype=torch.double).masked_scatter_(live, number.double())
+        count = _regroup(torch.zeros_like(live, dtype=torch.long), pool.tokens(k, live), live)[1].double()
         exponent = target.minimum(count.amax(1))
         fallbacks += (target - exponent).ceil()
         place = pick(_weights(count, exponent), uniform[:, k : k + 1])  # (B, 1)
@@ -179,14 +190,13 @@ def _agreeing(pool: Candidates, live: Tensor, chosen: list[Tensor]) -> Tensor:
     new = pool.valid.clone()
     new[:, : live.shape[1]] = False
     for k, token in enumerate(chosen):
-        places = new.nonzero(as_tuple=True)
-        new[places] = pool.tokens(k, places) == token[places[0]]
+        new &= pool.tokens(k, new) == token[:, None]
     new[:, : live.shape[1]] = live
     return new
 
 
 def grow_until_settled(
-    pool: Candidates, inverse_temperature: float, num_candidates: int, tolerance: float, block: int
+    pool: Candidates, inverse_temperature: float | Tensor, num_candidates: int, tolerance: float, block: int
 ) -> Tensor:
     """Draw candidates in blocks, up to `num_candidates`, until more would hardly change the result of Algorithm 2.
 
@@ -196,14 +206,14 @@ def grow_until_settled(
     unsettled, exponent = pool.valid.any(1), _exponents(pool, inverse_temperature)
     while True:
         count, _ = chunk_counts(pool, unsettled, exponent)
-        unsettled = unsettled & ~(expected_error(pool, count, inverse_temperature) <= tolerance)
+        unsettled = unsettled & ~(expected_error(pool, count, exponent) <= tolerance)
         room = num_candidates - int(pool.valid[unsettled].sum(1).max()) if bool(unsettled.any()) else 0
         if room <= 0:
             return unsettled
         pool.grow(min(block, room), unsettled)
 
 
-def expected_error(pool: Candidates, count: Tensor, exponent: float) -> Tensor:
+def expected_error(pool: Candidates, count: Tensor, exponent: Tensor) -> Tensor:
     """Expected total variation between Algorithm 2's distribution and its limit (B,); infinite if no chunk is left.
 
     A frequency p among M draws has variance p(1-p)/M, and a chunk's weight is its frequency to the power 1/T: to first
@@ -212,7 +222,7 @@ def expected_error(pool: Candidates, count: Tensor, exponent: float) -> Tensor:
     """
     drawn = pool.valid.sum(1, keepdim=True).double()  # (B, 1)
     live = count > 0
-    weights = _weights(count, torch.full_like(drawn[:, 0], exponent))  # per candidate, so c times per chunk
+    weights = _weights(count, exponent)  # per candidate, so c times per chunk
     w = torch.where(live, weights * count, 0)  # per chunk
     each = torch.where(live, 1 / count.clamp(min=1), 0)  # turns sums over candidates into sums over chunks
     total = (w * each).sum(1, keepdim=True)
@@ -220,8 +230,8 @@ def expected_error(pool: Candidates, count: Tensor, exponent: float) -> Tensor:
     p = count / (drawn + 1)
     spread = (w.square() / p.clamp(min=1e-300) * each).sum(1, keepdim=True) + 1 / (drawn + 1)
     variance = torch.where(live, (1 - 2 * w) / p.clamp(min=1e-300), 0) + spread
-    scale = exponent * (2 / math.pi / drawn).sqrt()  # 2/pi: from the standard deviation to the mean distance
-    error = 0.5 * scale[:, 0] * (w * variance.clamp(min=0).sqrt() * each).sum(1)
+    scale = exponent * (2 / math.pi / drawn[:, 0]).sqrt()  # 2/pi: from the standard deviation to the mean distance
+    error = 0.5 * scale * (w * variance.clamp(min=0).sqrt() * each).sum(1)
     return torch.where(live.any(1), error, torch.inf)
 
 
@@ -232,27 +242,24 @@ def chunk_counts(pool: Candidates, rows: Tensor, fewest: Tensor) -> tuple[Tensor
     frequent as its prefix, so rare candidates are dropped token by token, before they are decoded.
     """
     live = pool.valid & rows[:, None]
-    row = torch.arange(len(rows), device=rows.device)[:, None].expand_as(live)
-    group, most = row, torch.zeros_like(rows, dtype=torch.long)
-    number = torch.zeros_like(row)
+    group = number = torch.zeros_like(live, dtype=torch.long)
+    most = torch.zeros_like(rows, dtype=torch.long)
     for k in range(pool.known.shape[-1]):
-        places = live.nonzero(as_tuple=True)
-        split, often = _regroup(group[places], pool.tokens(k, places))
-        group = torch.zeros_like(row).masked_scatter_(live, split)
-        number = torch.zeros_like(row).masked_scatter_(live, often)
+        group, number = _regroup(group, pool.tokens(k, live), live)
         rare = live & (number < fewest[:, None])
         most = most.maximum(torch.where(rare, number, 0).amax(1))
         live = live & ~rare
     return torch.where(live, number, 0).double(), most
 
 
-def _regroup(groups: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Split groups (n,) by token; returns the new groups and their sizes."""
-    if not len(groups):
-        return groups, groups
-    keys = groups * (int(tokens.max()) + 1) + tokens
-    _, split, sizes = torch.unique(keys, return_inverse=True, return_counts=True)
-    return split, sizes[split]
+def _regroup(groups: Tensor, tokens: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
+    """Split the groups (B, N) of live candidates by token; returns the new groups and their sizes, 0 where not live."""
+    keys = torch.where(live, (groups << 32) + tokens, torch.iinfo(torch.long).max)
+    ordered, order = keys.sort(1)
+    index = F.pad((ordered[:, 1:] != ordered[:, :-1]).cumsum(1), (1, 0))  # of the group, in that order
+    sizes = torch.zeros_like(keys).scatter_add_(1, index, torch.ones_like(keys))
+    split = torch.empty_like(keys).scatter_(1, order, index)
+    return split, torch.where(live, sizes.gather(1, split), 0)
 
 
 def _weights(count: Tensor, exponent: Tensor) -> Tensor:
@@ -272,7 +279,11 @@ def _pool(candidates: Tensor | Candidates) -> Candidates:
     return pool
 
 
-def _exponents(pool: Candidates, inverse_temperature: float) -> Tensor:
+def _exponents(pool: Candidates, inverse_temperature: float | Tensor) -> Tensor:
+    """1/T of each row: (B,)."""
+    rows, device = len(pool.known), pool.known.device
+    if isinstance(inverse_temperature, Tensor):
+        return inverse_temperature.to(device, torch.double).expand(rows)
     if not 1 <= inverse_temperature < math.inf:
         raise ConfigError(f"1/T must be at least 1 and finite, not {inverse_temperature}")
-    return torch.full((len(pool.known),), inverse_temperature, dtype=torch.double, device=pool.known.device)
+    return torch.full((rows,), inverse_temperature, dtype=torch.double, device=device)

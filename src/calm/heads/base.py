@@ -41,7 +41,11 @@ class HeadCost(NamedTuple):
 class Proposals(ABC):
     """n draws of the next chunk at each position, decoded lazily."""
 
-    lazy: ClassVar[bool]  # whether finding the tokens of a draw costs something
+    lazy: bool  # whether it pays to find only the tokens that are needed
+
+    @abstractmethod
+    def finite(self) -> Tensor:
+        """Whether the model's output is finite at each position (...); if not, the tokens are meaningless."""
 
     @abstractmethod
     def tokens(self) -> Tensor:
@@ -71,6 +75,9 @@ class TokenProposals(Proposals):
     @abstractmethod
     def draw(self) -> Tensor:
         """Draw the tokens: (n, ..., K)."""
+
+    def finite(self) -> Tensor:
+        return self.hidden.isfinite().all(-1)
 
     @cached_property
     def _tokens(self) -> Tensor:
@@ -201,7 +208,7 @@ class VectorHead(Head):
         return self.latent_loss(hidden, posterior, mask, noise)
 
     def propose(self, hidden: Tensor, num_samples: int, noise: Source = None) -> "LatentProposals":
-        return LatentProposals(self.autoencoder, check_finite(self.sample(hidden, num_samples, noise)))
+        return LatentProposals(self.autoencoder, self.sample(hidden, num_samples, noise))
 
     def cross_entropy(self, hidden: Tensor, chunks: Tensor, num_latents: int, noise: RowNoise) -> Tensor:
         """An upper bound: the mixture of the decoder's softmaxes over `num_latents` samples."""
@@ -240,12 +247,14 @@ class VectorHead(Head):
 
 
 class LatentProposals(Proposals):
-    """Latent vectors (n, ..., Z), decoded position by position."""
-
-    lazy = True
+    """Latent vectors (n, ..., Z), decoded position by position on a CPU, all at once on a GPU."""
 
     def __init__(self, autoencoder: Autoencoder, latents: Tensor):
         self.autoencoder, self._latents = autoencoder, latents
+        self.lazy = latents.device.type == "cpu"
+
+    def finite(self) -> Tensor:
+        return self._latents.isfinite().all(-1).all(0)
 
     @cached_property
     def _states(self) -> Tensor:
@@ -267,10 +276,11 @@ class LatentProposals(Proposals):
         return self.autoencoder.logits(states).float().log_softmax(-1)
 
 
-def check_finite(numbers: Tensor) -> Tensor:
-    if not bool(numbers.isfinite().all()):
+def check_finite(proposals: Proposals) -> Proposals:
+    """Refuse draws of a model whose output is not finite; a GPU is waited for."""
+    if not bool(proposals.finite().all()):
         raise UserError("the model's output is not finite: its weights are damaged")
-    return numbers
+    return proposals
 
 
 def masked_mean(losses: Tensor, mask: Tensor | None) -> Tensor:

@@ -23,7 +23,6 @@ from calm.heads.base import (
     HeadConfig,
     HeadCost,
     TokenProposals,
-    check_finite,
     count_parameters,
 )
 from calm.noise import RowNoise, Source, draw_uniform
@@ -171,7 +170,7 @@ class ChainProposals(TokenProposals):
     head: ChainHead
 
     def draw(self) -> Tensor:
-        head, hidden = self.head, check_finite(self.hidden)
+        head, hidden = self.head, self.hidden
         uniform = draw_uniform(self.noise, hidden, self.num_samples, head.chunk_size)  # (N, ..., K)
         state = head.next_state(hidden, torch.empty(*hidden.shape[:-1], 0, dtype=torch.long, device=hidden.device))
         for_all = uniform[..., 0].flatten(1).T.contiguous()  # one state for N samples
