@@ -205,7 +205,7 @@ class Autoencoder(nn.Module):
     """
 
     config: Any
-    fsdp_methods = ("encode", "decode", "tokens", "reconstruct")  # they need whole parameters under FSDP
+    fsdp_methods = ("encode", "decode", "tokens", "reconstruct")  # called from outside of `forward`
 
     def __init__(self, config: Any):
         super().__init__()
@@ -269,9 +269,15 @@ class Autoencoder(nn.Module):
         decoding += matmul_flops(decoder.latent, decoder.chunk_layers, decoder.expand)
         return encoding, decoding, 2.0 * K * self.embedding.weight.numel()
 
-    def fsdp_units(self) -> list[nn.Module]:
-        """Modules that FSDP shards as groups of their own; the embedding, used at both ends, stays with the root."""
-        return [self.encoder, self.decoder]
+    def fsdp_units(self) -> list[tuple[nn.Module, bool]]:
+        """See `Calm.fsdp_units`; the embedding, used at both ends, stays with the root."""
+        return [(self.encoder, True), (self.decoder, False)]
+
+    def fsdp_replicated(self) -> list[nn.Module]:
+        return []
+
+    def compile_units(self) -> list[nn.Module]:
+        return [layer for layer in self.modules() if isinstance(layer, SwiGLULayer)]
 
     def forward(
         self,
@@ -279,7 +285,7 @@ class Autoencoder(nn.Module):
         mask: Tensor | None = None,
         noise: RowNoise | None = None,
         vocabulary: VocabularySubset | None = None,
-        num_chunks: float | None = None,
+        num_chunks: float | Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Training loss of §2. In eval mode nothing is dropped.
 
@@ -301,7 +307,7 @@ class Autoencoder(nn.Module):
         if self.training and config.token_dropout:
             dropped = noise.uniform(length, config.chunk_size) < config.token_dropout
             visible = chunks.masked_fill(dropped, config.mask_token_id)
-        posterior = self.encode(visible)
+        posterior = self.encoder(self.embedding(visible))
         latents = posterior.mean
         if config.variational:
             latents = posterior.sample(noise.normal(length, config.latent_size, dtype=latents.dtype))
@@ -309,7 +315,7 @@ class Autoencoder(nn.Module):
             latents = drop(latents, noise.uniform(length, config.latent_size), config.latent_dropout)
 
         states = self.decoder(latents).flatten(0, 2)  # (B·L·K, d)
-        counted = counted / (num_chunks or counted.sum().clamp(min=1))
+        counted = counted / (counted.sum().clamp(min=1) if num_chunks is None else num_chunks)
         weights = counted.flatten().repeat_interleave(config.chunk_size)
         targets = chunks.flatten()
         reconstruction = vocabulary_cross_entropy(

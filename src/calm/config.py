@@ -135,7 +135,12 @@ class Train(Section):
     steps: int = Field(ge=1)
     accumulation: int = Field(1, ge=1, description="micro-batches per step and process")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="of the computation; weights stay in fp32")
-    compile: bool = Field(False, description="torch.compile; needs a C++ compiler on CPU")
+    compile: bool = Field(False, description="torch.compile, layer by layer; needs a C++ compiler on CPU")
+    shard_size: int | None = Field(
+        None,
+        ge=1,
+        description="processes that share one copy of the model, for example those of a node (HSDP); null: all (FSDP)",
+    )
     gradient_checkpointing: bool = Field(
         False, description="recompute the backbone's activations: less memory, more time"
     )

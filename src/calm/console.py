@@ -83,7 +83,7 @@ def training_progress(steps: int, enabled: bool = True) -> Iterator[Callable[["S
 
         def show(report: "StepReport") -> None:
             metrics = report.metrics
-            parts = [f"loss {metrics['loss']:.4f}"]
+            parts = [f"loss {metrics['loss']:.4f}"] if "loss" in metrics else ["starting"]
             if "tokens_per_second" in metrics:
                 parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
             if "share_of_peak" in metrics:

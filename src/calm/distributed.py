@@ -34,9 +34,9 @@ class World:
         return self.all_reduce(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def all_reduce(self, sums: Tensor) -> Tensor:
-        """Sum a CPU tensor over all processes, in place."""
+        """Sum a tensor over all processes, in place; one on a GPU without waiting for it."""
         if self.size > 1:
-            dist.all_reduce(sums, group=self.control)
+            dist.all_reduce(sums, group=self.control if sums.device.type == "cpu" else None)
         return sums
 
     def any(self, value: bool) -> bool:

@@ -384,7 +384,7 @@ class HFTransformer(_HFModule):
         *,
         targets: Tensor | None = None,
         noise: RowNoise | None = None,
-        num_chunks: float | None = None,
+        num_chunks: float | Tensor | None = None,
     ) -> Any:
         """Logits of embeddings (B, L, H); of token ids (B, L, 1) the training loss, as in `Transformer.forward`."""
         if chunks.is_floating_point():
@@ -393,9 +393,18 @@ class HFTransformer(_HFModule):
         counted = torch.ones_like(labels, dtype=torch.float32) if targets is None else targets[:, 1:].float()
         logits = self.wrapped(input_ids=chunks[:, :-1, 0], use_cache=False).logits.float()
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-        return {"loss": (losses * counted.flatten()).sum() / (num_chunks or counted.sum().clamp(min=1))}
+        return {
+            "loss": (losses * counted.flatten()).sum()
+            / (counted.sum().clamp(min=1) if num_chunks is None else num_chunks)
+        }
 
-    def fsdp_units(self) -> list[nn.Module]:
+    def fsdp_units(self) -> list[tuple[nn.Module, bool]]:
+        return [(layer, True) for layer in self.layers]
+
+    def fsdp_replicated(self) -> list[nn.Module]:
+        return []
+
+    def compile_units(self) -> list[nn.Module]:
         return list(self.layers)
 
     def quantizable(self) -> list[nn.Module]:
@@ -463,7 +472,7 @@ class ChunkAutoencoder(Autoencoder, _PreTrained):
         attention_mask: Tensor | None = None,
         noise: RowNoise | None = None,
         vocabulary: VocabularySubset | None = None,
-        num_chunks: float | None = None,
+        num_chunks: float | Tensor | None = None,
     ) -> AutoencoderOutput:
         """Training loss on rows of whole chunks (B, T). Chunks without a valid token do not count."""
         size = self.config.chunk_size  # pyright: ignore[reportAttributeAccessIssue]
@@ -549,7 +558,7 @@ class CalmForCausalLM(Calm, _PreTrained):
         past_key_values: KVCache | HFCache | None = None,
         noise: RowNoise | None = None,
         vocabulary: VocabularySubset | None = None,
-        num_chunks: float | None = None,
+        num_chunks: float | Tensor | None = None,
     ) -> CalmOutput:
         """The training loss, or hidden states if there are no labels.
 

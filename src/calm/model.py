@@ -247,7 +247,7 @@ class Calm(nn.Module):
 
     config: Any
     head: Head
-    fsdp_methods = ("hidden_states", "predict")  # they need whole parameters under FSDP
+    fsdp_methods = ("predict",)  # called from outside of `forward`
 
     def __init__(self, config: Any, backbone: nn.Module | None = None):
         super().__init__()
@@ -352,7 +352,7 @@ class Calm(nn.Module):
         mask: Tensor | None = None,
         noise: RowNoise | None = None,
         vocabulary: VocabularySubset | None = None,
-        num_chunks: float | None = None,
+        num_chunks: float | Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Training loss: the head's loss for every chunk but the first, given the chunks before it.
 
@@ -378,9 +378,18 @@ class Calm(nn.Module):
         """The content of config.json."""
         return self.config.to_dict()
 
-    def fsdp_units(self) -> list[nn.Module]:
-        """Modules that FSDP shards as groups of their own."""
-        return [*self.backbone.layers, *self.head.fsdp_units()]
+    def fsdp_units(self) -> list[tuple[nn.Module, bool]]:
+        """Modules that FSDP shards as groups of their own, and whether to reshard them after their forward pass."""
+        layers = [(layer, True) for layer in self.backbone.layers]
+        return [(self.chunk_embedding, True), *layers, (self.head, False)]  # backward begins with the head
+
+    def fsdp_replicated(self) -> list[nn.Module]:
+        """Modules that every process keeps whole."""
+        return [self.autoencoder]
+
+    def compile_units(self) -> list[nn.Module]:
+        """Modules that `train.compile` compiles, each by itself."""
+        return [*self.backbone.layers, *self.head.compile_units()]
 
     def quantizable(self) -> list[nn.Module]:
         """Modules whose linear layers may be quantized."""

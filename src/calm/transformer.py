@@ -28,7 +28,7 @@ class Transformer(nn.Module):
 
     chunk_size = 1
     front_padding = True
-    fsdp_methods = ("logits",)  # it needs whole parameters under FSDP
+    fsdp_methods = ("logits",)  # called from outside of `forward`
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -80,7 +80,7 @@ class Transformer(nn.Module):
         mask: Tensor | None = None,
         noise: RowNoise | None = None,
         vocabulary: VocabularySubset | None = None,
-        num_chunks: float | None = None,
+        num_chunks: float | Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Cross-entropy per token of all but the first; see `Calm.forward`."""
         counted = torch.ones(chunks.shape[:2], device=chunks.device) if targets is None else targets.float()
@@ -95,7 +95,15 @@ class Transformer(nn.Module):
         """The content of config.json."""
         return {"architectures": ["LlamaForCausalLM"], **self.config.to_dict()}
 
-    def fsdp_units(self) -> list[nn.Module]:
+    def fsdp_units(self) -> list[tuple[nn.Module, bool]]:
+        """See `Calm.fsdp_units`. The root, which is not resharded, holds `lm_head`, and the embedding if it is tied."""
+        embedding = [] if self.config.tie_word_embeddings else [(self.embedding, True)]
+        return [*embedding, *((layer, True) for layer in self.model.layers)]
+
+    def fsdp_replicated(self) -> list[nn.Module]:
+        return []
+
+    def compile_units(self) -> list[nn.Module]:
         return list(self.model.layers)
 
     def quantizable(self) -> list[nn.Module]:

@@ -1,7 +1,20 @@
-"""Two processes compute the same as one, and each resumes the checkpoints of the other."""
+"""Several processes compute the same as one, and resume each other's checkpoints; what FSDP gathers."""
 
 import shutil
+from collections import Counter
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from calm.config import load_config
+from calm.distributed import World
+from calm.noise import RowNoise
+from calm.train.distributed import initialize, shard
+from calm.train.stages import described_model
 from tests.train.conftest import metrics, run
 
 
@@ -38,3 +51,94 @@ def test_batch_size_that_is_not_a_multiple_of_the_processes(recipe, tmp_path):
     done = run(recipe, tmp_path / "run", "--set", "data.batch_size=5", processes=2)
     assert done.returncode != 0
     assert "batch_size must be a positive multiple of the number of processes, but 5 is none of 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("fixture", "processes", "overrides", "tolerance"),
+    [
+        ("language_model", 3, [], 1e-5),
+        ("language_model", 2, ["train.precision=bf16"], 2e-2),  # gathered in bf16, which has three digits
+        ("transformer", 2, [], 1e-5),
+        ("recipe", 4, ["train.shard_size=2"], 1e-5),
+    ],
+    ids=["language model", "bf16", "transformer", "HSDP with 2 x 2 processes"],
+)
+def test_losses_do_not_depend_on_the_number_of_processes(fixture, processes, overrides, tolerance, request, tmp_path):
+    recipe = request.getfixturevalue(fixture)
+    options = [f"--set={override}" for override in ("data.batch_size=12", "train.steps=6", *overrides)]
+    succeed(recipe, tmp_path / "one", *(option for option in options if "shard_size" not in option))
+    succeed(recipe, tmp_path / "more", *options, processes=processes)
+    alone, together = metrics(tmp_path / "one"), metrics(tmp_path / "more")
+    assert len(alone) == 6
+    for step, loss in alone.items():
+        assert abs(loss - together[step]) < tolerance * abs(loss)
+
+
+def test_shard_size_must_divide_the_number_of_processes(recipe, tmp_path):
+    done = run(recipe, tmp_path / "run", "--set", "train.shard_size=3", processes=2)
+    assert done.returncode != 0
+    assert "train.shard_size must divide the number of processes, but 2 is not a multiple of 3" in done.stderr
+
+
+# What FSDP gathers, with a process group that does nothing
+
+
+class Gathered(TorchDispatchMode):
+    """Counts the bytes that every process receives in gathering parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d._allgather_base_.default:
+            self.bytes[args[0].dtype] += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def world(request):
+    dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
+    yield World(0, request.param, torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [32], indirect=True)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parameters_are_gathered_twice_at_most_and_the_autoencoder_never(world, precision):
+    """Layers and the chunk embedding once for the forward and once for the backward pass, the head once."""
+    model = build_on_meta("toy-calm", "language_model.head=energy")
+    parts = {name: size(getattr(model, name)) for name in ("chunk_embedding", "backbone", "head")}
+    found = gathered_bytes(model, world, precision)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    expected = dtype.itemsize * (2 * parts["chunk_embedding"] + 2 * parts["backbone"] + parts["head"])
+    assert set(found) == {dtype}
+    assert found[dtype] == pytest.approx(expected, rel=0.05)  # shards are padded, and the root is gathered once
+
+
+def build_on_meta(recipe: str, *overrides: str) -> Any:
+    config = load_config(recipe, list(overrides))
+    with torch.device("meta"):
+        return described_model(config, 500)
+
+
+def size(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def gathered_bytes(model: Any, world: World, precision: str) -> Counter[torch.dtype]:
+    shard(model, world, precision=precision)
+    initialize(model, model.reset_parameters, world.device)
+    chunks = torch.randint(500, (1, 3, model.chunk_size))
+    with Gathered() as gathered, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        model(chunks, noise=RowNoise([0]))["loss"].backward()
+    return gathered.bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [32, 256], indirect=True)
+@pytest.mark.parametrize(("recipe", "most"), [("paper-calm-l", 2.4e9), ("paper-calm-xl", 8e9)])
+def test_bytes_gathered_at_the_paper_sizes(world, recipe, most):
+    found = gathered_bytes(build_on_meta(recipe), world, "bf16")
+    print(f"{recipe} on {world.size} GPUs: {found[torch.bfloat16] / 1e9:.2f} GB gathered per step")
+    assert 0 < found[torch.bfloat16] < most

@@ -244,7 +244,11 @@ def test_steps_with_nonfinite_loss_are_skipped_and_counted(recipe, tmp_path, mon
     summary = train(settings(recipe), tmp_path / "run", warn=warnings.append)
     assert summary["skipped_steps"] == 2
     assert train(settings(recipe), tmp_path / "run", resume=True)["skipped_steps"] == 2  # restored on resume
-    assert [message for message in warnings if message.startswith("step 3 skipped: loss nan")]
+    assert warnings[0].startswith(
+        "1 of the last 1 steps skipped, up to step 4: the loss or the gradient was not finite"
+    )
+    assert "the loss is nan" in warnings[0]
+    assert len(warnings) == 2
     assert all(torch.isfinite(value).all() for value in weights(tmp_path / "run").values())
 
 

@@ -175,14 +175,20 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """One more chunk for every sequence, cut at its end; finished sequences are removed."""
         slots = [slot for slot, sequence in enumerate(self.slots) if sequence is not None]
-        hidden = [self.batch.step(self.model.embed(self.next_chunks))[slots]] if slots else []
+        hidden = []
+        if slots:
+            states = self.batch.step(self.model.embed(self.next_chunks))
+            hidden.append(states if len(slots) == len(self.slots) else states[slots])
         if self.waiting:
             added, states = self._prefill()
             slots, hidden = slots + added, [*hidden, states]
         running = [sequence for slot in slots if (sequence := self.slots[slot]) is not None]
         noise = self.noise.rows(slots)
         output = sample_chunks(self.model.head, torch.cat(hidden), [s.params for s in running], noise)
-        self.next_chunks[slots] = output.chunks
+        if slots == list(range(len(self.slots))):
+            self.next_chunks = output.chunks
+        else:
+            self.next_chunks[slots] = output.chunks
         outputs = []
         for sequence, chunk, share in zip(running, *self._collect(output), strict=True):
             ids = chunk[: sequence.max_new_tokens - len(sequence.output_ids)]

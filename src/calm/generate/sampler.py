@@ -7,8 +7,10 @@ mixture   token probabilities, averaged over draws; also top-k, top-p, and min-p
 noise     a heuristic (§8): one draw whose noise is scaled by the temperature
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -174,11 +176,42 @@ class ProposedCandidates(Candidates):
         return tokens
 
 
+class Group(NamedTuple):
+    """Rows that are sampled together: they differ only in temperature and in the truncation of the distribution."""
+
+    sample: "Sampler"
+    rows: list[int]
+    places: Tensor  # the same, on the device
+    params: list[SamplingParams]
+    temperatures: Tensor  # (rows,)
+    inverse_temperatures: Tensor  # (rows,)
+
+    @property
+    def first(self) -> SamplingParams:
+        """For what the rows have in common."""
+        return self.params[0]
+
+
+@lru_cache(maxsize=64)
+def _groups(params: tuple[SamplingParams, ...], device: torch.device) -> list[Group]:
+    """The groups of a batch; those of the next step are the same, so that nothing is copied to the device again."""
+    members: dict[tuple, list[int]] = {}
+    for row, own in enumerate(params):
+        members.setdefault((own.sampler, own.draws, own.tolerance, own.refill), []).append(row)
+    groups = []
+    for (sample, *_), rows in members.items():
+        chosen = [params[row] for row in rows]
+        temperatures = torch.tensor([own.temperature for own in chosen], dtype=torch.double, device=device)
+        inverses = [inverse(own.temperature) if own.temperature <= 1 else math.nan for own in chosen]
+        inverse_temperatures = torch.tensor(inverses, dtype=torch.double, device=device)
+        places = torch.tensor(rows, device=device)
+        groups.append(Group(sample, rows, places, chosen, temperatures, inverse_temperatures))
+    return groups
+
+
 @torch.no_grad()
 def sample_chunks(head: Head, hidden: Tensor, params: Sequence[SamplingParams], noise: RowNoise) -> SampleOutput:
     """Sample the next chunk for hidden states.
-
-    Rows are sampled together unless they differ in more than the temperature and the truncation of the distribution.
 
     Args:
         head: the model's head.
@@ -186,16 +219,10 @@ def sample_chunks(head: Head, hidden: Tensor, params: Sequence[SamplingParams], 
         params: of each row, resolved for this head.
         noise: one generator per row.
     """
-    groups: dict[tuple, list[int]] = {}
-    for row, own in enumerate(params):
-        groups.setdefault((own.sampler, own.draws, own.tolerance, own.refill), []).append(row)
+    groups = _groups(tuple(params), hidden.device)
     if len(groups) == 1:
-        ((sampler, *_),) = groups
-        return sampler(head, hidden, params, noise)
-    outputs = [
-        sampler(head, hidden[rows], [params[row] for row in rows], noise.rows(rows))
-        for (sampler, *_), rows in groups.items()
-    ]
+        return groups[0].sample(head, hidden, groups[0], noise)
+    outputs = [group.sample(head, hidden[group.places], group, noise.rows(group.rows)) for group in groups]
     chunks, stats, finite, agreement = zip(*outputs, strict=True)
     together = SampleOutput(
         torch.cat(chunks),
@@ -203,32 +230,30 @@ def sample_chunks(head: Head, hidden: Tensor, params: Sequence[SamplingParams], 
         torch.cat(finite),
         torch.cat(agreement),
     )
-    order = torch.tensor([row for rows in groups.values() for row in rows], device=hidden.device)
-    return together.at(order.argsort())
+    return together.at(torch.cat([group.places for group in groups]).argsort())
 
 
-def _single_draw(head: Head, hidden: Tensor, params: Sequence[SamplingParams], noise: RowNoise) -> SampleOutput:
+def _single_draw(head: Head, hidden: Tensor, group: Group, noise: RowNoise) -> SampleOutput:
     proposals = head.propose(hidden, 1, noise)
     chunks = proposals.tokens()[0]
     one = torch.ones_like(chunks[:, 0])
     return SampleOutput(chunks, _settled(one), proposals.finite(), torch.full_like(one, torch.nan, dtype=torch.double))
 
 
-def _noise(head: Head, hidden: Tensor, params: Sequence[SamplingParams], noise: RowNoise) -> SampleOutput:
-    scales = torch.tensor([own.temperature for own in params], device=hidden.device)
-    return _single_draw(head, hidden, params, ScaledNoise(noise, scales))
+def _noise(head: Head, hidden: Tensor, group: Group, noise: RowNoise) -> SampleOutput:
+    return _single_draw(head, hidden, group, ScaledNoise(noise, group.temperatures.float()))
 
 
-def _token(head: Head, hidden: Tensor, params: Sequence[SamplingParams], noise: RowNoise) -> SampleOutput:
-    s, number = _inverse_temperatures(params, hidden.device), params[0].number
+def _token(head: Head, hidden: Tensor, group: Group, noise: RowNoise) -> SampleOutput:
+    s, number = group.inverse_temperatures, group.first.number
     pool = ProposedCandidates(head, hidden, noise, number)
-    refill, fewest = (number, s.ceil()) if params[0].refill else (0, 0)
+    refill, fewest = (number, s.ceil()) if group.first.refill else (0, 0)
     chunks, stats = sample_token_by_token(pool, s, generator=noise, refill=refill, fewest=fewest)
     return SampleOutput(chunks, stats, pool.finite, _agreement(pool, chunks))
 
 
-def _batch(head: Head, hidden: Tensor, params: Sequence[SamplingParams], noise: RowNoise) -> SampleOutput:
-    s, number, tolerance = _inverse_temperatures(params, hidden.device), params[0].number, params[0].tolerance
+def _batch(head: Head, hidden: Tensor, group: Group, noise: RowNoise) -> SampleOutput:
+    s, number, tolerance = group.inverse_temperatures, group.first.number, group.first.tolerance
     pool = ProposedCandidates(head, hidden, noise, min(BLOCK, number) if tolerance else number)
     unsettled = grow_until_settled(pool, s, number, tolerance, BLOCK) if tolerance else None
     chunks, stats = sample_from_candidates(pool, s, generator=noise)
@@ -237,16 +262,16 @@ def _batch(head: Head, hidden: Tensor, params: Sequence[SamplingParams], noise: 
     return SampleOutput(chunks, stats, pool.finite, _agreement(pool, chunks))
 
 
-def _mixture(head: Head, hidden: Tensor, params: Sequence[SamplingParams], noise: RowNoise) -> SampleOutput:
+def _mixture(head: Head, hidden: Tensor, group: Group, noise: RowNoise) -> SampleOutput:
     """As many rows at a time as memory holds the softmaxes of."""
-    number = params[0].number
+    number = group.first.number
     rows, parts = max(1, MIXTURE_ELEMENTS // (number * head.vocab_size)), []
     for first in range(0, len(hidden), rows):
         here = hidden[first : first + rows]
         own = noise.rows(list(range(first, first + len(here))))
         proposals = head.propose(here, number, own)
         uniform = draw_uniform(own, here, 1, head.chunk_size)[0]
-        process = LogitsProcessor.concat([p.processor for p in params[first : first + rows]], hidden.device)
+        process = _processor(tuple(group.params[first : first + rows]), hidden.device)
         chunks, log_probs = sample_mixture(proposals.log_probs, head.chunk_size, process, uniform)
         parts.append((chunks, log_probs, proposals.finite()))
     chunks, log_probs, finite = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -255,10 +280,15 @@ def _mixture(head: Head, hidden: Tensor, params: Sequence[SamplingParams], noise
     return SampleOutput(chunks, _settled(draws), finite & probability.isfinite(), probability)
 
 
-def _exact(head: Head, hidden: Tensor, params: Sequence[SamplingParams], noise: RowNoise) -> SampleOutput:
+@lru_cache(maxsize=64)
+def _processor(params: tuple[SamplingParams, ...], device: torch.device) -> LogitsProcessor:
+    return LogitsProcessor.concat([own.processor for own in params], device)
+
+
+def _exact(head: Head, hidden: Tensor, group: Group, noise: RowNoise) -> SampleOutput:
     """Algorithm 1, row by row: each takes as many draws as it needs."""
     chunks, stats, finite = [], [], torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
-    for row, own in enumerate(params):
+    for row, own in enumerate(group.params):
         source = noise.rows([row])
 
         def draw(count: int, row: int = row, source: RowNoise = source) -> Tensor:
@@ -273,7 +303,7 @@ def _exact(head: Head, hidden: Tensor, params: Sequence[SamplingParams], noise: 
     return SampleOutput(torch.stack(chunks), together, finite, torch.full_like(finite, torch.nan, dtype=torch.double))
 
 
-Sampler = Callable[[Head, Tensor, Sequence[SamplingParams], RowNoise], SampleOutput]
+Sampler = Callable[[Head, Tensor, Group, RowNoise], SampleOutput]
 METHODS: dict[Method, Sampler] = {
     "token": _token,
     "batch": _batch,
@@ -281,10 +311,6 @@ METHODS: dict[Method, Sampler] = {
     "mixture": _mixture,
     "noise": _noise,
 }
-
-
-def _inverse_temperatures(params: Sequence[SamplingParams], device: torch.device) -> Tensor:
-    return torch.tensor([inverse(own.temperature) for own in params], dtype=torch.double, device=device)
 
 
 def _settled(draws: Tensor) -> SamplingStats:

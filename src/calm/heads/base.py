@@ -102,6 +102,7 @@ class Head(nn.Module, ABC):
     exact_likelihood: ClassVar[bool]  # whether it has token probabilities of its own
     methods: ClassVar[tuple[str, ...]]  # sampling methods that it supports
     unavailable: ClassVar[str] = ""  # why it does not support the others
+    fsdp_methods = ("loss", "propose", "cross_entropy")  # called from outside: they gather its parameters under FSDP
     autoencoder: Any
 
     def __init__(self, config: Any, autoencoder: Autoencoder | None):
@@ -157,8 +158,8 @@ class Head(nn.Module, ABC):
     def activation_size(self) -> float:
         """Numbers per position that the backward pass keeps."""
 
-    def fsdp_units(self) -> list[nn.Module]:
-        """Modules that FSDP shards as groups of their own."""
+    def compile_units(self) -> list[nn.Module]:
+        """Modules that `train.compile` compiles, each by itself."""
         return []
 
     def quantizable(self) -> list[nn.Module]:
@@ -236,9 +237,6 @@ class VectorHead(Head):
             generation={"head": first, **decoding},
             candidate={"head": more, **decoding},
         )
-
-    def fsdp_units(self) -> list[nn.Module]:
-        return [*self.autoencoder.fsdp_units(), self.autoencoder]
 
     def streamed_weights(self) -> list[Tensor]:
         parts = (self, self.autoencoder.decoder, self.autoencoder.nearest)

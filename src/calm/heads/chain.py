@@ -76,9 +76,10 @@ class ChainHead(Head):
             elif isinstance(part, nn.RMSNorm):
                 nn.init.ones_(part.weight)
 
+    @torch.no_grad()
     def initialize_from(self, autoencoder: Autoencoder) -> None:
         if self.lm_head is not None:
-            self.lm_head.load_state_dict(autoencoder.embedding.state_dict())
+            self.lm_head.weight.copy_(autoencoder.embedding.weight)
 
     @property
     def vocabulary(self) -> Tensor:
@@ -151,6 +152,9 @@ class ChainHead(Head):
             generation={"head": once + tokens, "vocabulary projection": projection},
             candidate={},
         )
+
+    def compile_units(self) -> list[nn.Module]:
+        return list(self.layers)
 
     def activation_size(self) -> float:
         per_token = (16 * len(self.layers) + self.chunk_size + 4) * self.token_size + 3 * len(self.vocabulary)

@@ -106,6 +106,9 @@ class DenoisingHead(VectorHead):
     def reset_parameters(self) -> None:
         self.denoiser.reset_parameters()
 
+    def compile_units(self) -> list[nn.Module]:
+        return list(self.denoiser.blocks)
+
     def quantizable(self) -> list[nn.Module]:
         return [self.denoiser.blocks]  # a quantized time embedding would refuse a single time
 

@@ -48,6 +48,12 @@ class Schedule:
 
     @classmethod
     @cache
+    def on(cls, device: torch.device, num_steps: int) -> "Schedule":
+        """`Schedule.of`, copied to a device once."""
+        return cls(*(part.to(device) for part in vars(cls.of(num_steps)).values()))
+
+    @classmethod
+    @cache
     def of(cls, num_steps: int) -> "Schedule":
         """`num_steps` evenly spaced steps of the full chain; on the CPU, whatever the default device."""
         if not 2 <= num_steps <= TIMES:
@@ -68,9 +74,9 @@ class Schedule:
         )
         return cls(times, *(part.float() for part in parts))
 
-    def at(self, steps: Tensor) -> "Schedule":
+    def at(self, steps: Tensor | int) -> "Schedule":
         """The coefficients of given steps, with a dimension for the vectors."""
-        return Schedule(*(part.to(steps.device)[steps][..., None] for part in vars(self).values()))
+        return Schedule(*(part[steps][..., None] for part in vars(self).values()))
 
 
 class DiffusionConfig(DenoisingConfig):
@@ -114,14 +120,14 @@ class DiffusionHead(DenoisingHead):
         Normal noise (steps, N, ..., Z) may be given: the initial one, then that of every step but the last.
         """
         steps = num_steps or self.num_sampling_steps
-        schedule = Schedule.of(steps)
+        schedule = Schedule.on(hidden.device, steps)
 
         def fresh(number: int) -> Tensor:
             return draw_normal(generator, hidden, num_samples, self.latent_size) if noise is None else noise[number]
 
         x, condition = fresh(0), self.denoiser.condition(hidden)
         for number, step in enumerate(reversed(range(steps)), start=1):
-            here = schedule.at(torch.tensor(step, device=x.device))
+            here = schedule.at(step)
             output = self.denoiser(x.to(hidden.dtype), here.times[..., 0], condition)
             x, log_variance = self._step(x, here, output, self.largest_latent)
             if step > 0:
@@ -145,7 +151,7 @@ class DiffusionHead(DenoisingHead):
         """Squared error of the noise, plus the variational bound (bits per dimension), which trains the variance."""
         target, noise = self.draw_pairs(hidden, posterior, generator)
         steps = (TIMES * draw_uniform(generator, hidden, self.num_model_samples, 1)[..., 0]).long()  # (N, ...)
-        here = Schedule.of(TIMES).at(steps)
+        here = Schedule.on(steps.device, TIMES).at(steps)
         moved = here.signal * target + here.noise_scale * noise
         output = self.denoiser(moved.to(hidden.dtype), steps, self.denoiser.condition(hidden)).float()
         predicted, place = output.chunk(2, dim=-1)

@@ -126,6 +126,9 @@ class EnergyHead(VectorHead):
         training = FORWARD_AND_BACKWARD * (once + self.num_model_samples * sample)
         return training, once + sample, sample
 
+    def compile_units(self) -> list[nn.Module]:
+        return list(self.blocks)
+
     def activation_size(self) -> float:
         size = self.mix.in_features
         return self.num_model_samples * ((13 * len(self.blocks) + 6) * size + 6 * self.latent_size)

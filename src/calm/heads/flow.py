@@ -67,7 +67,7 @@ class FlowHead(DenoisingHead):
 
         def velocity(at: Tensor, numerator: int) -> Tensor:
             """Velocity at time numerator / (2·steps), in integers so that rounding does not shift it."""
-            time = torch.tensor(TIMES * numerator // (2 * steps), device=at.device)
+            time = torch.full((), TIMES * numerator // (2 * steps), device=at.device)
             return self.denoiser(at.to(hidden.dtype), time, condition).to(at.dtype)
 
         for step in range(steps):

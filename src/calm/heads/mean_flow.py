@@ -57,7 +57,7 @@ class MeanFlowHead(DenoisingHead):
         """Hidden states (..., H) → latents (N, ..., Z), in one call. Normal noise (N, ..., Z) may be given."""
         if noise is None:
             noise = draw_normal(generator, hidden, num_samples, self.latent_size)
-        whole = torch.tensor([0.0, 1.0], device=noise.device)
+        whole = torch.arange(2.0, device=noise.device)  # from 0 to 1
         velocity = self.denoiser(noise.to(hidden.dtype), whole, self.denoiser.condition(hidden))
         return (noise - velocity).to(hidden.dtype)
 
@@ -88,5 +88,5 @@ class MeanFlowHead(DenoisingHead):
         def mean_velocity(x: Tensor, times: Tensor) -> Tensor:
             return self.denoiser(x, times, condition)
 
-        only_the_end = torch.tensor([0.0, 1.0], dtype=times.dtype, device=times.device).expand_as(times)
+        only_the_end = torch.arange(2, dtype=times.dtype, device=times.device).expand_as(times)
         return torch.func.jvp(mean_velocity, (moved, times), (velocity, only_the_end.contiguous()))[1]

@@ -26,7 +26,7 @@ class VocabularySubset(NamedTuple):
     weights: Tensor  # (S,): how many tokens of the vocabulary each one stands for
 
     def to(self, device: torch.device) -> "VocabularySubset":
-        return VocabularySubset(self.ids.to(device), self.weights.to(device))
+        return VocabularySubset(*(part.to(device, non_blocking=True) for part in self))
 
 
 def vocabulary_cross_entropy(

@@ -194,9 +194,8 @@ def _file_numbers(state: dict[str, Tensor]) -> dict[str, int]:
     """
     numbers, number, file_size = {}, 1, 0
     for name, value in state.items():
-        size = value.numel() * value.element_size()
-        if isinstance(value, DTensor):  # whose numel() is that of all processes together
-            size //= value.device_mesh.size()
+        local = value.to_local() if isinstance(value, DTensor) else value  # a DTensor counts those of all processes
+        size = local.numel() * local.element_size()
         if file_size and file_size + size > LARGEST_FILE:
             number, file_size = number + 1, 0
         numbers[name], file_size = number, file_size + size

@@ -2,10 +2,12 @@
 
     batch of step s → micro-batches → forward, backward → clip → AdamW → now and then: log, evaluate, checkpoint
 
+Between logging steps the CPU never waits for a GPU: metrics stay on the device, and a step whose loss or gradient is
+not finite is skipped there.
+
 Step s depends only on (seed, s) and the parameters, so a resumed run is identical to one that was not interrupted.
 """
 
-import math
 import os
 import shutil
 import signal
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils import clip_grad_norm_
 
@@ -108,25 +111,33 @@ class _Run:
     def __init__(self, config: RunConfig, output: Path, world: World, report, warn):
         self.config, self.output, self.world, self.report, self.warn = config, output, world, report, warn
         self.stopped_by: int | None = None
-        self.skipped = self.skipped_in_a_row = 0
+        self.metrics: dict[str, float] = {}  # of the last logged step
         self.measures: dict[str, float] = {}  # of the last evaluation
 
-    def run(self) -> dict[str, Any]:
+    def build(self) -> None:
+        """Make the model, compiled and sharded as configured, and its optimizer."""
         settings, optimizer = self.config.train, self.config.optimizer
         torch.manual_seed(self.config.seed)
         self.stage = STAGES[self.config.stage](self.config, self.world)
         self._check_memory()
         self.model: Any = self.stage.model
-        self.model.to(self.world.device)
-        optimize_for_cpu(self.model)
-        self.model.train()
         if settings.gradient_checkpointing:
             self._checkpoint_gradients()
+        if settings.compile:
+            self._compile()
+        shard(self.model, self.world, settings.shard_size, settings.precision)
+        self.stage.initialize()
+        optimize_for_cpu(self.model)
+        self.model.train()
+        self.optimizer = adamw(self.model, optimizer.betas, optimizer.eps, optimizer.weight_decay)
+        self.skipped = torch.zeros(2, dtype=torch.long, device=self.world.device)  # steps in all, and in a row
+        self.warned = 0  # of how many of them
+
+    def run(self) -> dict[str, Any]:
+        settings = self.config.train
+        self.build()
         if self.world.is_main:  # from here on the directory belongs to this run
             save_config(self.config, self.output)
-        shard(self.model, self.world)
-        self.optimizer = adamw(self.model, optimizer.betas, optimizer.eps, optimizer.weight_decay)
-        self.compute = self._compiled() if settings.compile else self.model
         record = {"config": self.config.model_dump(mode="json"), "random": {"seed": self.config.seed}}
         self.checkpoints = Checkpoints(
             self.output / CHECKPOINTS, settings.keep_checkpoints, self.world, record, self.warn
@@ -157,7 +168,8 @@ class _Run:
         if newest is None:
             return 0
         path, record = newest
-        self.skipped, self.skipped_in_a_row = record["skipped"]
+        self.skipped = torch.tensor(record["skipped"], device=self.world.device)
+        self.warned = record["skipped"][0]
         load(path, state_of(self.model, self.optimizer), self.world)
         return record["step"]
 
@@ -173,29 +185,30 @@ class _Run:
                 batch = ahead.submit(self.stage.read, step + 1)
                 self._after(step + 1, self._step(step, parts), speed)
 
-    def _after(self, done: int, metrics: dict[str, float], speed: Speed) -> None:
+    def _after(self, done: int, metrics: dict[str, Tensor], speed: Speed) -> None:
         """Log, evaluate, save, and stop, if it is time for it."""
         settings, last = self.config.train, done == self.config.train.steps
-        saving = done % settings.checkpoint_every == 0 or last
-        if done % settings.log_every == 0 or last:
-            metrics |= speed.since_last(done)
-            self.tracker.log(done, metrics)
+        saving, logging = done % settings.checkpoint_every == 0 or last, done % settings.log_every == 0 or last
+        if logging:
+            self.metrics = {**self._read(done, metrics), **speed.since_last(done)}
+            self.tracker.log(done, self.metrics)
         score = None
         if done % settings.evaluate_every == 0 or saving:  # every checkpoint has a score, so that the best is known
             with speed.paused(), self._autocast():
                 self.measures = self.stage.evaluate()
             self.tracker.log(done, self.measures)
             score = self.measures["score"]
-        self.report(Report(done, settings.steps, {**speed.last, **self.measures, **metrics}))
-        stopped = self.world.any(self.stopped_by is not None)
+        self.report(Report(done, settings.steps, {**self.metrics, **self.measures}))
+        agree = logging or saving or self.world.size == 1  # several processes stop at the same step
+        stopped = agree and self.world.any(self.stopped_by is not None)
         if saving or stopped:
-            skipped = self.skipped, self.skipped_in_a_row
-            self.checkpoints.save(done, state_of(self.model, self.optimizer), score=score, skipped=skipped)
+            state, skipped = state_of(self.model, self.optimizer), self.skipped.tolist()
+            self.checkpoints.save(done, state, score=score, skipped=skipped)
         if stopped and not last:
             self._leave(done)
 
-    def _step(self, step: int, parts: list[dict[str, Any]]) -> dict[str, float]:
-        """One optimizer step on the global batch; returns metrics to log."""
+    def _step(self, step: int, parts: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """One optimizer step on the global batch; returns metrics, on the device."""
         settings = self.config.optimizer
         torch.manual_seed(torch_seed(self.config.seed, SeedStream.LIBRARIES, step))  # for dropout inside libraries
         sums: dict[str, Any] = {}
@@ -203,39 +216,49 @@ class _Run:
             if self.world.size > 1:
                 self.model.set_requires_gradient_sync(number == len(parts) - 1)  # pyright: ignore
             with self._autocast():
-                output = self.compute(**part)
+                output = self.model(**part)
             (output["loss"] * self.world.size).backward()  # FSDP takes the mean over processes
             for name, value in output.items():
-                sums[name] = sums.get(name, 0.0) + value.detach()
-        metrics = dict(zip(sums, self.world.sum(*(float(value) for value in sums.values())), strict=True))
+                sums[name] = sums.get(name, 0.0) + value.detach().float()
+        metrics = dict(zip(sums, self.world.all_reduce(torch.stack(list(sums.values()))).unbind(), strict=True))
         norm: Any = clip_grad_norm_(self.model.parameters(), settings.gradient_clip)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded under FSDP
-        rate = learning_rate(
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded under FSDP
+        skip = ~(metrics["loss"].isfinite() & norm.isfinite())
+        self.skipped = torch.stack([self.skipped[0] + skip, (self.skipped[1] + 1) * skip])
+        self.optimizer.found_inf = skip.float()  # pyright: ignore  # the fused AdamW then changes nothing
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {**metrics, "gradient_norm": norm}
+
+    def _learning_rate(self, step: int) -> float:
+        settings = self.config.optimizer
+        return learning_rate(
             step, self.config.train.steps, settings.learning_rate, settings.warmup_steps, settings.schedule
         )
-        if math.isfinite(metrics["loss"]) and math.isfinite(norm):
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
-            self.skipped_in_a_row = 0
-        else:
-            self._skip(step, metrics["loss"], norm)
-        self.optimizer.zero_grad()
-        return {**metrics, "gradient_norm": norm, "learning_rate": rate, "skipped_steps": self.skipped}
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
-
-    def _skip(self, step: int, loss: float, norm: float) -> None:
-        self.skipped += 1
-        self.skipped_in_a_row += 1
-        self.warn(f"step {step} skipped: loss {loss}, gradient norm {norm}")
-        if self.skipped_in_a_row >= MAX_SKIPPED:
+    def _read(self, done: int, metrics: dict[str, Tensor]) -> dict[str, float]:
+        """Metrics of a step, on the CPU. Warns of skipped steps, and gives up after too many in a row."""
+        *values, skipped, in_a_row = torch.stack([*metrics.values(), *self.skipped]).tolist()
+        read = dict(zip(metrics, values, strict=True))
+        if skipped > self.warned:
+            number = f"{skipped - self.warned:.0f} of the last {self.config.train.log_every} steps"
+            self.warn(
+                f"{number} skipped, up to step {done}: the loss or the gradient was not finite (now the loss is "
+                f"{read['loss']}, the gradient norm {read['gradient_norm']})"
+            )
+            self.warned = skipped
+        if in_a_row >= MAX_SKIPPED:
             raise Diverged(
-                f"{MAX_SKIPPED} steps in a row, up to step {step}, had a loss or gradient that is not finite; the "
+                f"{in_a_row:.0f} steps in a row, up to step {done}, had a loss or gradient that is not finite; the "
                 f"checkpoints in {self.output / CHECKPOINTS} are from before. A lower optimizer.learning_rate, a "
                 "longer warm-up or train.precision=fp32 usually helps"
             )
+        return {**read, "learning_rate": self._learning_rate(done - 1), "skipped_steps": int(skipped)}
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
 
     def _leave(self, step: int) -> None:
         saved = self.checkpoints.wait()
@@ -256,7 +279,7 @@ class _Run:
         summary = {
             "steps": steps,
             "tokens": steps * self.stage.tokens_per_step,
-            "skipped_steps": self.skipped,
+            "skipped_steps": int(self.skipped[0]),
             **self.measures,
         }
         if self.world.is_main:
@@ -278,12 +301,14 @@ class _Run:
             plot_losses(self.output)
         return summary
 
-    def _compiled(self) -> Any:
+    def _compile(self) -> None:
+        """Compile layer by layer, since a whole model has graph breaks: at each row's random generator, for one."""
         compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # what torch looks for
         if self.world.device.type == "cpu" and not shutil.which(compiler):
             self.warn("train.compile needs a C++ compiler, and there is none; going on without it")
-            return self.model
-        return torch.compile(self.model)
+            return
+        for module in self.model.compile_units():
+            module.compile()
 
     def _checkpoint_gradients(self) -> None:
         if not hasattr(self.model, "backbone"):

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +26,7 @@ from calm.noise import RowNoise
 from calm.scores.vocabulary import VocabularySubset
 from calm.seeds import SeedStream, permute, row_seeds
 from calm.train.data import TrainingData
+from calm.train.distributed import initialize
 from calm.train.memory import training_memory
 from calm.transformer import Transformer
 
@@ -41,7 +43,19 @@ class Stage(ABC):
 
     @abstractmethod
     def build(self) -> Any:
-        """The model, with new weights or those of a directory."""
+        """The model: with the weights of a directory, or on the meta device, until `initialize`."""
+
+    def initialize(self) -> None:
+        """Move the model to the device. New weights follow from the seed of the run alone."""
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            torch.manual_seed(self.config.seed)
+            initialize(self.model, self.fill, self.world.device)
+        else:
+            self.model.to(self.world.device)
+
+    def fill(self) -> None:
+        """Set new weights."""
+        self.model.reset_parameters()
 
     @abstractmethod
     def count(self, mask: Tensor) -> Tensor:
@@ -60,11 +74,17 @@ class Stage(ABC):
         sampled = self.vocabulary_sample is not None
         batch, whole = self.data.loader.batch_and_whole(step, whole=sampled)
         share = {
-            "tokens": torch.from_numpy(batch.tokens),
-            "mask": torch.from_numpy(batch.mask),
+            "tokens": self._pinned(torch.from_numpy(batch.tokens)),
+            "mask": self._pinned(torch.from_numpy(batch.mask)),
             "seeds": row_seeds(batch.rows, self.config.seed, SeedStream.TRAINING),
         }
-        return {**share, "vocabulary": self.subset(whole.tokens, step) if sampled else None}
+        if not sampled:
+            return {**share, "vocabulary": None}
+        return {**share, "vocabulary": VocabularySubset(*map(self._pinned, self.subset(whole.tokens, step)))}
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        """In memory that a GPU can copy from while the CPU goes on."""
+        return tensor.pin_memory() if self.world.device.type == "cuda" else tensor
 
     def subset(self, tokens: np.ndarray, step: int) -> VocabularySubset:
         """Tokens that the softmaxes of a step sum over, the same in every process; `tokens` is the global batch."""
@@ -73,14 +93,15 @@ class Stage(ABC):
 
     def micro_batches(self, share: dict[str, Any]) -> list[dict[str, Any]]:
         """Arguments of the model's `forward`, one after the other."""
-        tokens, mask, device = share["tokens"], share["mask"], self.world.device
-        (count,) = self.world.sum(self.count(mask).sum().item())
+        device = self.world.device
+        tokens, mask = (share[name].to(device, non_blocking=True) for name in ("tokens", "mask"))
+        count = self.world.all_reduce(self.count(mask).sum())
         vocabulary = share["vocabulary"] and {"vocabulary": share["vocabulary"].to(device)}
         micro_batches = []
         for rows in torch.arange(len(tokens)).chunk(self.config.train.accumulation):
             here = slice(int(rows[0]), int(rows[-1]) + 1)
             noise = RowNoise(share["seeds"][here], device)
-            inputs = self.inputs(tokens[here].to(device), mask[here].to(device))
+            inputs = self.inputs(tokens[here], mask[here])
             micro_batches.append({**inputs, "noise": noise, "num_chunks": count, **(vocabulary or {})})
         return micro_batches
 
@@ -108,7 +129,8 @@ class AutoencoderStage(Stage):
     def build(self) -> Autoencoder:
         self.vocabulary_sample = self.config.autoencoder.vocabulary_sample
         tokenizer = self.data.tokenizer
-        return Autoencoder(autoencoder_config(self.config, tokenizer.vocab_size, tokenizer.mask_token_id))
+        with torch.device("meta"):
+            return Autoencoder(autoencoder_config(self.config, tokenizer.vocab_size, tokenizer.mask_token_id))
 
     def subset(self, tokens: np.ndarray, step: int) -> VocabularySubset:
         """The batch's tokens and random ones, without importance weights: a lower bound of the loss over all."""
@@ -161,9 +183,13 @@ class LanguageModelStage(Stage):
         return model
 
     def _new_model(self, settings: LanguageModel, autoencoder: Autoencoder, tokenizer: Tokenizer) -> Calm:
-        config = autoencoder.config
+        config, self.autoencoder = autoencoder.config, autoencoder
         if isinstance(settings.backbone, dict):
-            model = new_calm(settings, config, front_padding=False)  # until it has seen some
+            fields = backbone_fields(settings.backbone, config.vocab_size)
+            with torch.device("meta") if LlamaConfig.describes(fields) else nullcontext():
+                model = new_calm(settings, config, front_padding=False)  # until it has seen some
+            if model.autoencoder.embedding.weight.is_meta:
+                return model
         else:
             from calm.hf import load_backbone
 
@@ -176,10 +202,17 @@ class LanguageModelStage(Stage):
             backbone.load_state_dict(weights)
             if model.chunk_embedding.tokens is not None:
                 model.chunk_embedding.tokens.load_state_dict(embedding)
-        model.load_autoencoder(autoencoder)
-        if settings.init_embedding_from_autoencoder:
-            _init_embedding(model)
+        self._load_autoencoder(model)
         return model
+
+    def fill(self) -> None:
+        super().fill()
+        self._load_autoencoder(self.model)
+
+    def _load_autoencoder(self, model: Calm) -> None:
+        model.load_autoencoder(self.autoencoder)
+        if self.config.language_model.init_embedding_from_autoencoder:
+            _init_embedding(model)
 
     def count(self, mask: Tensor) -> Tensor:
         return chunk_mask(mask, self.config.data.chunk_size)[:, 1:]
@@ -203,7 +236,9 @@ class TransformerStage(Stage):
         elif not isinstance(settings.backbone, dict):
             raise ConfigError("a pretrained Transformer is named by language_model.start, not by backbone")
         else:
-            model = new_transformer(settings.backbone, tokenizer.vocab_size)
+            fields = backbone_fields(settings.backbone, tokenizer.vocab_size)
+            with torch.device("meta") if LlamaConfig.describes(fields) else nullcontext():
+                model = new_transformer(settings.backbone, tokenizer.vocab_size)
         model.config.bos_token_id, model.config.eos_token_id = None, tokenizer.eos_token_id
         model.config.pad_token_id = tokenizer.pad_token_id
         check_positions(model.config, data.sequence_length + data.chunk_size - 1, "tokens")
@@ -313,5 +348,8 @@ def _init_embedding(model: Calm) -> None:
             "language_model.init_embedding_from_autoencoder needs a token embedding of at least the autoencoder's "
             f"{embedding.shape[1]} dimensions; use a wider backbone or leave it out"
         )
+    weight = torch.empty(tokens.weight.shape, device="cpu")
+    weight.normal_(std=getattr(model.config.backbone_config, "initializer_range", 0.02))
+    weight[:, : embedding.shape[1]] = embedding.cpu()
     with torch.no_grad():
-        tokens.weight[:, : embedding.shape[1]] = embedding
+        tokens.weight.copy_(weight)

@@ -1,0 +1,151 @@
+"""Training, generation, evaluation, and serving on a simulated GPU: no mixed devices, and no waiting for it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from calm.config import load_config
+from calm.distributed import World
+from calm.generate.engine import Engine, Sequence
+from calm.generate.sampler import SamplingParams
+from calm.heads import HEADS
+from calm.train.loop import _Run
+from tests.generate.conftest import PAD, build_model
+from tests.generate.test_engine import METHODS, build_transformer
+from tests.simulated_cuda import CUDA, Simulation, simulated_cuda
+from tests.train.conftest import autoencoder, language_model, recipe, transformer  # noqa: F401  # fixtures
+
+STATIC = ("token", "batch", "mixture", "noise")  # methods whose computation does not depend on values
+VECTOR_HEADS = [name for name, head in HEADS.items() if "noise" in head.methods]
+
+
+def test_the_simulation_finds_waits_uploads_and_mixed_devices():
+    with simulated_cuda() as gpu:
+        numbers = torch.arange(4.0, device=CUDA)
+        assert not gpu.waits
+        assert (numbers + 1).device == CUDA
+        for wait in (numbers.sum().item, numbers.tolist, numbers.cpu, lambda: numbers[numbers > 1], numbers.nonzero):
+            gpu.reset()
+            wait()
+            assert gpu.waits.total() == 1
+        assert numbers.sum().item() == 6
+        gpu.reset()
+        numbers[[0, 1]] = torch.tensor([5.0, 6.0]).to(CUDA)
+        assert gpu.uploads.total() == 2
+        assert numbers[[1, 3]].tolist() == [6, 3]
+        gpu.reset()
+        assert not gpu.waits
+        with pytest.raises(RuntimeError, match="mixes cuda:0 and cpu"):
+            numbers + torch.ones(4)
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+def training_steps(config: Any, directory: Path, gpu: Simulation) -> list[dict[str, float]]:
+    """Metrics of three steps, of which only what is read for the log may wait."""
+    run = _Run(config, directory, World(0, 1, CUDA), report=lambda _: None, warn=lambda _: None)
+    run.build()
+    metrics = []
+    for step in range(3):
+        share = run.stage.read(step)
+        gpu.reset()
+        output = run._step(step, run.stage.micro_batches(share))
+        assert not gpu.waits, gpu.waits
+        assert not gpu.uploads or step == 0, gpu.uploads  # constants are copied once
+        metrics.append(run._read(step + 1, output))
+        assert gpu.waits.total() == 1
+    return metrics
+
+
+@pytest.mark.parametrize("stage", ["recipe", "transformer", *(head for head in HEADS if head != "mean-flow")])
+def test_training_step(stage, request, tmp_path):
+    """The same losses as on a CPU, without waiting between logging steps."""
+    fixture = stage if stage in ("recipe", "transformer") else "language_model"
+    overrides = [] if fixture == stage else [f"language_model.head={stage}"]
+    config = load_config(str(request.getfixturevalue(fixture)), overrides)
+    with simulated_cuda() as gpu:
+        found = training_steps(config, tmp_path / "gpu", gpu)
+    run = _Run(config, tmp_path / "cpu", World(0, 1, torch.device("cpu")), lambda _: None, lambda _: None)
+    run.build()
+    for step, metrics in enumerate(found):
+        expected = run._read(step + 1, run._step(step, run.stage.micro_batches(run.stage.read(step))))
+        assert metrics.keys() == expected.keys()
+        assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------------- generation
+
+
+def tokens(model: Any, params: list[SamplingParams], gpu: Simulation | None = None, most: int = 1) -> list[list[int]]:
+    """Outputs of sequences of different lengths; while none joins or leaves, `most` waits per step are allowed."""
+    prompts = [[5, 6, 7], [4] * 9, [8, 9, 10, 11], [12]]
+    engine = Engine(model, -1, PAD)
+    sequences = [Sequence(prompts[i % 4], i, 10 + 2 * i, own) for i, own in enumerate(params)]
+    engine.add(sequences[:1])
+    engine.step()
+    engine.add(sequences[1:])  # they join
+    before: list[Sequence] = []
+    while engine.running or engine.waiting:
+        same, before = engine.running == before and not engine.waiting, engine.running
+        if gpu is not None:
+            gpu.reset()
+        engine.step()
+        if gpu is not None and same:
+            assert 1 <= gpu.waits.total() <= most, gpu.waits
+            if engine.slots == before and most == 1:
+                assert not gpu.uploads, gpu.uploads
+    return [sequence.output_ids for sequence in sequences]
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("method", ["single", *METHODS])
+def test_generation(head, method):
+    """The same tokens as on a CPU, in a batch that sequences join and leave, with few waits."""
+    if method == "noise" and head not in VECTOR_HEADS:
+        pytest.skip("this head has no noise to scale")
+    options = {} if method == "single" else METHODS[method]
+    model = build_model(2, head=head, **({"num_sampling_steps": 3} if head in ("flow", "diffusion") else {}))
+    params = [SamplingParams(**options)] * 3
+    expected = tokens(model, params)
+    with simulated_cuda() as gpu:
+        found = tokens(model.to(CUDA), params, gpu, 1 if method in ("single", *STATIC) else 10**6)
+    assert found == expected
+
+
+@pytest.mark.parametrize("method", ["token", "batch", "mixture"])
+def test_temperatures_share_one_pass(method):
+    """Distinct temperatures cost neither waits nor proposals of their own, and change nothing."""
+    model = build_model(2)
+    params = [
+        SamplingParams(1 / (1 + i / 7), 12, method, top_p=0.9 if method == "mixture" and i else None) for i in range(8)
+    ]
+    alone = [tokens(model, [own] * (i + 1))[i] for i, own in enumerate(params)]
+    assert tokens(model, params) == alone
+    with simulated_cuda() as gpu:
+        assert tokens(model.to(CUDA), params, gpu) == alone
+
+
+def test_generation_with_a_transformer():
+    model = build_transformer()
+    params = [
+        SamplingParams(),
+        SamplingParams(0.5),
+        SamplingParams(top_p=0.8),
+        SamplingParams(2.0, top_k=5, min_p=0.01),
+    ]
+    expected = tokens(model, params)
+    with simulated_cuda() as gpu:
+        assert tokens(model.to(CUDA), params, gpu) == expected
+
+
+def test_prompts_are_read_without_a_mask():
+    with simulated_cuda() as gpu:
+        engine = Engine(build_model(2).to(CUDA), -1, PAD)
+        engine.add([Sequence([5] * 9, 0, 8), Sequence([5] * 3, 1, 8)])
+        engine.step()
+        assert set(gpu.attention) == {"causal"}
+        engine.step()
+        assert set(gpu.attention) == {"causal", "mask"}
