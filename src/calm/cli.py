@@ -128,6 +128,13 @@ def prepare(
         int, typer.Option(help="Split long .txt files at the first blank line after this many bytes.")
     ] = 32_768,
     shard_tokens: Annotated[int, typer.Option(help="Tokens per shard.")] = 2**26,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Prepare only part I of N, for example on one of N machines; combine the parts with 'calm merge'.",
+        ),
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Number of worker processes. Default: one per CPU core.")] = None,
     on_bad_document: Annotated[
         OnBadDocument, typer.Option(help="How to handle a document that cannot be decoded.")
@@ -151,7 +158,32 @@ def prepare(
         raise UserError("--resume and --overwrite are mutually exclusive; give one of them")
     options = PrepareOptions(tokenizer, text_field, validation_share, test_share, document_size, shard_tokens)
     execution = {"workers": workers, "on_bad_document": on_bad_document.value, "resume": resume, "overwrite": overwrite}
-    command.prepare(sources, output, options, as_json, **execution)
+    command.prepare(sources, output, options, as_json, shard=shard, **execution)
+
+
+@app.command(
+    epilog="Example: calm merge parts/1 parts/2 parts/3 --output data/mine",
+    short_help="Combine the parts of a corpus prepared on several machines.",
+)
+def merge(
+    parts: Annotated[
+        list[Path], typer.Argument(help="Directories made by 'calm prepare --shard I/N', in any order. Not changed.")
+    ],
+    output: Annotated[Path, typer.Option(help="Output directory.")],
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted run in the output directory.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace prepared data in the output directory.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
+) -> None:
+    """Combine the parts of a corpus into the same files that one 'calm prepare' of the whole corpus writes."""
+    from calm.commands import prepare as command
+
+    if resume and overwrite:
+        raise UserError("--resume and --overwrite are mutually exclusive; give one of them")
+    command.merge(parts, output, as_json, resume=resume, overwrite=overwrite)
 
 
 @app.command(

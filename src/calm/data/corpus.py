@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from glob import glob, has_magic
 from itertools import groupby
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from calm.data import readers
-from calm.data.readers import COMPRESSIONS, Block
+from calm.data.readers import COMPRESSIONS, Block, DamagedSource
 from calm.errors import DataError
 
 BLOCK_READERS = {
@@ -58,6 +59,44 @@ def open_sources(names: list[str], text_field: str = "text", document_size: int 
     if not sources:
         raise DataError("no sources; pass files, globs, hf:NAME, or the word embedded")
     return sources
+
+
+def part_of(sources: list[Source], shard: str) -> dict[str, Any]:
+    """Part I of N of a corpus, for a `shard` of the form I/N: its number, and where it begins and ends.
+
+    Parts are consecutive and have about the same number of bytes on disk. A position is the number of a source,
+    from 0, and of a document in it, from 1.
+    """
+    number, _, of = shard.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise DataError(f"--shard must have the form I/N with I from 1 to N, for example 2/8, not {shard!r}")
+    for source in sources:
+        if source.size is None:
+            raise DataError(
+                f"{source.name} has no size on disk to divide into parts; prepare it without --shard, or download it "
+                "and pass its files"
+            )
+    begin, end = (_boundary(sources, part, int(of)) for part in (int(number) - 1, int(number)))
+    return {"number": int(number), "of": int(of), "begin": begin, "end": end}
+
+
+def _boundary(sources: list[Source], part: int, parts: int) -> list[int]:
+    """Position where the first `part` of `parts` parts end: the first block that starts there or later."""
+    sizes = [source.size or 0 for source in sources]
+    target = sum(sizes) * part // parts
+    for number, (source, size) in enumerate(zip(sources, sizes, strict=True)):
+        if target == 0 and part < parts:
+            return [number, 1]
+        if target < size:
+            position = 0
+            with suppress(DamagedSource):  # belongs to the part before the boundary
+                for block in source.blocks():
+                    if position >= target:
+                        return [number, block.first]
+                    position = block.bytes_read
+            return [number + 1, 1]
+        target -= size
+    return [len(sources), 1]
 
 
 def _paths(name: str) -> list[Path]:

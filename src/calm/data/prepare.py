@@ -9,14 +9,15 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from calm.data.corpus import SPLITS, BadDocument, Source, documents, open_sources, split_of
+from calm.data.corpus import SPLITS, BadDocument, Source, documents, open_sources, part_of, split_of
 from calm.data.readers import Block, DamagedSource
 from calm.data.shards import MANIFEST, VERSION, ShardWriter
 from calm.data.tokenizer import Tokenizer, load_tokenizer, round_trips, train_bpe
-from calm.data.workers import PrepareOptions, encode, map_in_order
+from calm.data.workers import Encoded, PrepareOptions, encode, map_in_order
 from calm.data.workspace import PROGRESS, clear, completed_manifest, start_or_resume
 from calm.errors import DataError
 from calm.files import claimed, write_json
@@ -53,6 +54,7 @@ def prepare(
     output: Path | str,
     options: PrepareOptions,
     *,
+    shard: str | None = None,
     workers: int | None = None,
     on_bad_document: Literal["fail", "skip"] = "fail",
     resume: bool = False,
@@ -60,50 +62,67 @@ def prepare(
     report: Callable[[Report], None] = lambda _: None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Tokenize `sources` into shards in the directory `output`. Returns the manifest."""
+    """Tokenize `sources` into shards in the directory `output`. Returns the manifest.
+
+    With a `shard` of the form "I/N", only part I of N of the corpus is tokenized; `merge` combines the parts.
+    """
     output = Path(output)
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     if workers < 1:
         raise DataError(f"workers must be at least 1, not {workers}")
     opened = open_sources(sources, options.text_field, options.document_size)
-    job = {
+    if shard is not None and options.tokenizer.partition(":")[0] == "bpe":
+        raise DataError(
+            f"--tokenizer {options.tokenizer} trains a tokenizer, but all parts must use the same one; train it first "
+            "by preparing a sample of the corpus without --shard, then pass the directory 'tokenizer' of its output"
+        )
+    part = None if shard is None else part_of(opened, shard)
+    job: dict[str, Any] = {
         "sources": [[source.name, source.size, source.modified] for source in opened],
         "options": vars(options),
     }
-    with claimed(output, "calm prepare"):
-        if manifest := completed_manifest(output, job, resume, overwrite):
-            return manifest
-        try:
-            progress = start_or_resume(output, job, overwrite)
-            preparation = _Preparation(output, opened, options, workers, on_bad_document, report, warn)
-            return preparation.run(progress)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise DataError(
-                f"no space left on device for {output}; free some space and run again with --resume to continue"
-            ) from error
+    if part:
+        job["part"] = part
+    preparation = Preparation(output, opened, options, part, workers, on_bad_document, report, warn)
+    return preparation.run(job, resume, overwrite)
 
 
-class _Preparation:
+class Preparation:
     """One run of the pipeline."""
 
+    command, stage = "calm prepare", "tokenizing"
+
     def __init__(
-        self, output: Path, sources: list[Source], options: PrepareOptions, workers, on_bad_document, report, warn
+        self, output: Path, sources: list[Source], options: PrepareOptions, part, workers, on_bad_document, report, warn
     ):
-        self.output, self.sources, self.options, self.workers = output, sources, options, workers
-        self.on_bad_document, self.report, self.warn = on_bad_document, report, warn
+        self.output, self.sources, self.options, self.part = output, sources, options, part
+        self.workers, self.on_bad_document, self.report, self.warn = workers, on_bad_document, report, warn
+        self.begin, self.end = (part["begin"], part["end"]) if part else ([0, 1], [len(sources), 1])
         sizes = [source.size for source in sources]
         self.bytes_total = sum(size for size in sizes if size) if all(size is not None for size in sizes) else None
+        if part and self.bytes_total:
+            self.bytes_total = self.bytes_total * part["number"] // part["of"]
 
-    def run(self, progress: dict[str, Any]) -> dict[str, Any]:
-        self.progress = progress
-        try:
-            return self._run(progress)
-        except DataError:
-            if not self.progress["writers"]:  # nothing to resume
-                clear(self.output)
-            raise
+    def run(self, job: dict[str, Any], resume: bool, overwrite: bool) -> dict[str, Any]:
+        """Start or resume the job. Returns the manifest."""
+        with claimed(self.output, self.command):
+            if manifest := completed_manifest(self.output, job, resume, overwrite):
+                return manifest
+            try:
+                self.progress = start_or_resume(self.output, job, overwrite)
+                try:
+                    return self._run(self.progress)
+                except DataError:
+                    if not self.progress["writers"]:  # nothing to resume
+                        clear(self.output)
+                    raise
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                raise DataError(
+                    f"no space left on device for {self.output}; free some space and run again with --resume to "
+                    "continue"
+                ) from error
 
     def _run(self, progress: dict[str, Any]) -> dict[str, Any]:
         self.counts = Counts(**progress["counts"])
@@ -113,7 +132,7 @@ class _Preparation:
             self.writers[split].restore(state)
         try:
             self._tokenize()
-            if self.counts.documents == 0:
+            if self.counts.documents == 0 and not self.part:
                 names = ", ".join(source.name for source in self.sources[:3])
                 raise DataError(f"no documents in {names}; pass sources that contain text")
             return self._finish(tokenizer)
@@ -171,10 +190,7 @@ class _Preparation:
 
     def _tokenize(self) -> None:
         saved = time.monotonic()
-        read_before = sum(source.size or 0 for source in self.sources[: self.counts.source])
-        for (source, number, block), encoded in map_in_order(
-            encode, self._blocks(), self.workers, (str(self.output / "tokenizer"), self.options)
-        ):
+        for source, number, bytes_read, encoded in self._encoded():
             for reason in encoded.bad:
                 self._handle_bad(reason)
             for split, (tokens, lengths, size) in encoded.splits.items():
@@ -182,14 +198,18 @@ class _Preparation:
                 self.counts.documents += len(lengths)
                 self.counts.tokens += len(tokens)
                 self.counts.bytes[split] += size
-            if source != self.counts.source:
-                read_before = sum(before.size or 0 for before in self.sources[:source])
             self.counts.source, self.counts.block = source, number + 1
             if time.monotonic() - saved > PROGRESS_INTERVAL:
                 self._save_progress()
                 saved = time.monotonic()
-            bytes_read = read_before + (block.bytes_read if isinstance(block, Block) else 0)
-            self.report(Report("tokenizing", self.counts, bytes_read, self.bytes_total))
+            self.report(Report(self.stage, self.counts, bytes_read, self.bytes_total))
+
+    def _encoded(self) -> Iterator[tuple[int, int, int, Encoded]]:
+        """Yield (source, block number, bytes read in all sources, tokenized block) for all remaining blocks."""
+        starts = list(accumulate((source.size or 0 for source in self.sources), initial=0))
+        arguments = (str(self.output / "tokenizer"), self.options)
+        for (source, number, block), encoded in map_in_order(encode, self._blocks(), self.workers, arguments):
+            yield source, number, starts[source] + (block.bytes_read if isinstance(block, Block) else 0), encoded
 
     def _handle_bad(self, reason: str) -> None:
         if self.on_bad_document == "fail":
@@ -200,12 +220,16 @@ class _Preparation:
 
     def _blocks(self) -> Iterator[tuple[int, int, Block | BadDocument]]:
         """Yield (source, block number, block) for all remaining blocks. A damaged source ends with a BadDocument."""
-        first, done = self.counts.source, self.counts.block
+        first, done = max((self.counts.source, self.counts.block), (self.begin[0], 0))
         for number, source in enumerate(self.sources[first:], first):
+            if [number, 1] >= self.end:
+                return
             index = -1
             try:
                 for index, block in enumerate(source.blocks()):
-                    if index >= done:
+                    if [number, block.first] >= self.end:
+                        return
+                    if index >= done and [number, block.first] >= self.begin:
                         yield number, index, block
             except DamagedSource as error:
                 if index + 1 >= done:
@@ -226,7 +250,7 @@ class _Preparation:
             shards = [vars(shard) for shard in writer.finish()]
             totals = {total: sum(shard[total] for shard in shards) for total in ("documents", "tokens")}
             splits[split] = {**totals, "bytes": self.counts.bytes[split], "shards": shards}
-        manifest = {
+        manifest: dict[str, Any] = {
             "version": VERSION,
             "dtype": tokenizer.dtype,
             "vocab_size": tokenizer.vocab_size,
@@ -236,6 +260,8 @@ class _Preparation:
             "skipped_documents": self.counts.skipped,
             "splits": splits,
         }
+        if self.part:
+            manifest["part"] = self.part
         write_json(self.output / MANIFEST, manifest)
         (self.output / PROGRESS).unlink()
         return manifest

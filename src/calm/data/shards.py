@@ -1,6 +1,6 @@
 """Tokens on disk: memory-mapped shards and their manifest.
 
-DIR/manifest.json              counts, checksums, sources, options; written last: its presence marks complete data
+DIR/manifest.json              counts, checksums, sources, options, part; written last: its presence marks complete data
 DIR/tokenizer/                 the tokenizer of the shards
 DIR/train-00000.tokens         token ids of all documents, concatenated, uint16 or uint32
 DIR/train-00000.lengths        number of tokens of each document, uint32
@@ -88,9 +88,8 @@ class ShardWriter:
     def _write(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         assert self.open
         for file, checksum, values in zip(self._files, self._hashes, (tokens, lengths.astype(np.uint32)), strict=True):
-            data = values.tobytes()
-            file.write(data)
-            checksum.update(data)
+            file.write(values)
+            checksum.update(values)
         self.open.tokens += len(tokens)
         self.open.documents += len(lengths)
 
@@ -186,18 +185,26 @@ class TokenStream:
 class PreparedData:
     """A directory created by `calm prepare`."""
 
-    def __init__(self, directory: Path | str, verify: bool = True):
-        """Open a prepared directory. With `verify`, read every shard once and compare checksums."""
+    def __init__(self, directory: Path | str, verify: bool = True, allow_part: bool = False):
+        """Open a prepared directory. With `verify`, read every shard once and compare checksums.
+
+        A directory of `calm prepare --shard` holds only a part of the corpus and is refused without `allow_part`.
+        """
         self.directory = Path(directory)
         self.manifest = read_manifest(self.directory)
+        if (part := self.manifest.get("part")) and not allow_part:
+            raise DataError(
+                f"{self.directory} is part {part['number']} of {part['of']} of a corpus; combine all parts with "
+                "calm merge and use its output"
+            )
         if self.tokenizer.sha256 != self.manifest["tokenizer_sha256"]:
             raise DataError(
                 f"the tokenizer in {self.directory / 'tokenizer'} does not match the shards; restore the original "
                 "tokenizer, or prepare the data again with --overwrite"
             )
         for split in self.manifest["splits"]:
-            for shard in self._shards(split):
-                self._check(shard, verify)
+            for shard in self.shards(split):
+                self.check(shard, verify)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -206,16 +213,17 @@ class PreparedData:
     def split(self, name: str) -> TokenStream:
         if name not in self.manifest["splits"]:
             raise DataError(f"{self.directory} has no split {name!r}; choose from {', '.join(self.manifest['splits'])}")
-        shards = [shard.files(self.directory) for shard in self._shards(name)]
+        shards = [shard.files(self.directory) for shard in self.shards(name)]
         return TokenStream(
             [np.memmap(tokens, dtype=self.manifest["dtype"], mode="r") for tokens, _ in shards],
             [np.fromfile(lengths, dtype=np.uint32) for _, lengths in shards],
         )
 
-    def _shards(self, split: str) -> list[Shard]:
+    def shards(self, split: str) -> list[Shard]:
         return [Shard(**shard) for shard in self.manifest["splits"][split]["shards"]]
 
-    def _check(self, shard: Shard, verify: bool) -> None:
+    def check(self, shard: Shard, verify: bool) -> None:
+        """Compare the sizes, and with `verify` the checksums, of the files of a shard with the manifest."""
         sizes = shard.tokens * np.dtype(self.manifest["dtype"]).itemsize, shard.documents * 4
         checksums = shard.tokens_sha256, shard.lengths_sha256
         for path, size, checksum in zip(shard.files(self.directory), sizes, checksums, strict=True):

@@ -32,7 +32,8 @@ def completed_manifest(output: Path, job: dict[str, Any], resume: bool, overwrit
     manifest = read_manifest(output)
     sizes = [[name, size] for name, size, _ in job["sources"]]
     (output / PROGRESS).unlink(missing_ok=True)  # left by a crash after the manifest was written
-    if manifest["options"] != job["options"] or manifest["sources"] != sizes:
+    done = [manifest["options"], manifest["sources"], manifest.get("part")]
+    if done != [job["options"], sizes, job.get("part")]:
         raise DataError(f"{output} was prepared from other sources or with other options; replace it with --overwrite")
     return manifest
 
