@@ -229,8 +229,7 @@ def build_transformer(auto_class: Any, config: PretrainedConfig) -> Any:
 def build_backbone(config: PretrainedConfig | dict[str, Any]) -> Any:
     """A backbone with new weights: our Llama, or any other model of transformers."""
     if isinstance(config, dict):
-        kind = config.get("model_type", "llama")
-        config = AutoConfig.for_model(kind, **{name: v for name, v in config.items() if name != "model_type"})
+        config = AutoConfig.for_model(**{"model_type": "llama", **config})
     if LlamaConfig.describes(config.to_dict()):
         return Llama(config)
     return HFBackbone(build_transformer(transformers.AutoModel, config))
@@ -403,6 +402,16 @@ class ChunkAutoencoder(Autoencoder, _PreTrained):
         return AutoencoderOutput(**output)  # pyright: ignore[reportArgumentType]
 
 
+UNSUPPORTED = {
+    "num_beams": "beam search needs probabilities of texts, which a CALM model does not have",
+    "do_sample": "a CALM model always samples; a low temperature, such as 0.1, comes close to greedy decoding",
+    "output_logits": "a CALM model has no logits",
+    "output_scores": "a CALM model has no scores of tokens",
+    "logprobs": "log-probabilities exist with the method 'mixture' only; calm.generate.sampler returns them",
+    "repetition_penalty": "a CALM model has no token probabilities that could be lowered",
+}
+
+
 class CalmForCausalLM(Calm, _PreTrained):
     """The language model of §3 as a model of transformers.
 
@@ -468,9 +477,78 @@ class CalmForCausalLM(Calm, _PreTrained):
             )
         return input_ids.unflatten(-1, (-1, size))
 
-    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
-        """Continue prompts (B, T); see `calm.hf.generate` for the options."""
-        return generate(self, input_ids, attention_mask, **options)
+    def generate(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int = DEFAULT_NEW_TOKENS,
+        stop: Many[Many[int]] = (),
+        generator: torch.Generator | None = None,
+        streamer: Any = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Continue prompts, with the interface of transformers' `generate`.
+
+        Args:
+            input_ids: prompts (B, T).
+            attention_mask: (B, T), 0 for padding, which may be before or after a prompt.
+            stop: sequences of token ids that end a continuation; they are not part of it.
+            streamer: receives the prompt, then the chunks as they are generated; for a single prompt only.
+            options: fields of `SamplingParams`: temperature, num_candidates, method, and so on.
+
+        Returns:
+            Prompts with their continuations (B, T + new), without end tokens; shorter ones are padded.
+        """
+        from calm.generate.engine import Engine, Sequence
+
+        params = _sampling_params(options)
+        eos, *other_ends = self._special_ids("eos_token_id", eos_token_id)
+        pad = self._special_ids("pad_token_id", pad_token_id)[0]
+        stops = [*_token_lists(stop), *([other] for other in other_ends)]
+        if input_ids.ndim != 2 or not len(input_ids):
+            raise ConfigError(f"input_ids should have the shape (B, T), not {tuple(input_ids.shape)}")
+        _check_shape("attention_mask", attention_mask, input_ids)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if streamer is not None and len(input_ids) > 1:
+            raise ConfigError(f"a streamer takes one text, not {len(input_ids)}")
+        prompts = [row[valid.bool()].tolist() for row, valid in zip(input_ids, mask, strict=True)]
+        device = None if generator is None else generator.device
+        seeds = torch.randint(2**62, (len(prompts),), generator=generator, device=device).tolist()
+        sequences = [
+            Sequence(prompt, seed, max_new_tokens, params) for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        engine = Engine(self, eos, pad)
+        engine.add(sequences)
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        streamed = 0
+        while engine.waiting or engine.running:
+            for sequence, _, _ in engine.step():
+                if (end := _find_stop(sequence.output_ids, stops)) is not None:
+                    sequence.output_ids = sequence.output_ids[:end]
+                    engine.remove([sequence])
+            if streamer is not None:
+                output = sequences[0].output_ids
+                certain = len(output) - (_partial_stop(output, stops) if engine.running else 0)
+                if certain > streamed:
+                    streamer.put(torch.tensor(output[streamed:certain]))
+                    streamed = certain
+        if streamer is not None:
+            streamer.end()
+        if warning := engine.stats.warning(sequences[0].params):
+            warnings.warn(warning, CalmWarning, stacklevel=2)
+        outputs = pad_sequence([torch.tensor(s.output_ids, dtype=torch.long) for s in sequences], True, pad)
+        return torch.cat([input_ids, outputs.to(input_ids.device)], dim=1)
+
+    def _special_ids(self, name: str, given: int | list[int] | None) -> list[int]:
+        """The ids of a special token; a config.json may contain several."""
+        ids = given if given is not None else getattr(self.config, name, None)
+        if ids is None:
+            raise ConfigError(f"the model's config.json has no {name}; pass it to generate")
+        return list(ids) if isinstance(ids, list | tuple) else [int(ids)]
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -515,83 +593,6 @@ def _check_shape(name: str, given: Tensor | None, input_ids: Tensor) -> None:
         raise ConfigError(f"{name} of shape {tuple(given.shape)} for input_ids of {tuple(input_ids.shape)}")
 
 
-# -------------------------------------------------------------------------------------------------------- generation
-
-UNSUPPORTED = {
-    "num_beams": "beam search needs probabilities of texts, which a CALM model does not have",
-    "do_sample": "a CALM model always samples; a low temperature, such as 0.1, comes close to greedy decoding",
-    "output_logits": "a CALM model has no logits",
-    "output_scores": "a CALM model has no scores of tokens",
-    "logprobs": "log-probabilities exist with the method 'mixture' only; calm.generate.sampler returns them",
-    "repetition_penalty": "a CALM model has no token probabilities that could be lowered",
-}
-
-
-def generate(
-    model: CalmForCausalLM,
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    *,
-    max_new_tokens: int = DEFAULT_NEW_TOKENS,
-    stop: Many[Many[int]] = (),
-    generator: torch.Generator | None = None,
-    streamer: Any = None,
-    eos_token_id: int | list[int] | None = None,
-    pad_token_id: int | None = None,
-    **options: Any,
-) -> Tensor:
-    """Continue prompts, with the interface of transformers' `generate`.
-
-    Args:
-        input_ids: prompts (B, T).
-        attention_mask: (B, T), 0 for padding, which may be before or after a prompt.
-        stop: sequences of token ids that end a continuation; they are not part of it.
-        streamer: receives the prompt, then the chunks as they are generated; for a single prompt only.
-        options: fields of `SamplingParams`: temperature, num_candidates, method, and so on.
-
-    Returns:
-        Prompts with their continuations (B, T + new), without end tokens; shorter ones are padded.
-    """
-    from calm.generate.engine import Engine, Sequence
-
-    params = _sampling_params(options)
-    eos, *other_ends = _special_ids("eos_token_id", eos_token_id, model)
-    pad = _special_ids("pad_token_id", pad_token_id, model)[0]
-    stops = [*_token_lists(stop), *([other] for other in other_ends)]
-    if input_ids.ndim != 2 or not len(input_ids):
-        raise ConfigError(f"input_ids should have the shape (B, T), not {tuple(input_ids.shape)}")
-    _check_shape("attention_mask", attention_mask, input_ids)
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    if streamer is not None and len(input_ids) > 1:
-        raise ConfigError(f"a streamer takes one text, not {len(input_ids)}")
-    prompts = [row[valid.bool()].tolist() for row, valid in zip(input_ids, mask, strict=True)]
-    device = None if generator is None else generator.device
-    seeds = torch.randint(2**62, (len(prompts),), generator=generator, device=device).tolist()
-    sequences = [Sequence(prompt, seed, max_new_tokens, params) for prompt, seed in zip(prompts, seeds, strict=True)]
-    engine = Engine(model, eos, pad)
-    engine.add(sequences)
-    if streamer is not None:
-        streamer.put(input_ids.cpu())
-    streamed = 0
-    while engine.waiting or engine.running:
-        for sequence, _, _ in engine.step():
-            if (end := _find_stop(sequence.output_ids, stops)) is not None:
-                sequence.output_ids = sequence.output_ids[:end]
-                engine.remove([sequence])
-        if streamer is not None:
-            output = sequences[0].output_ids
-            certain = len(output) - (_partial_stop(output, stops) if engine.running else 0)
-            if certain > streamed:
-                streamer.put(torch.tensor(output[streamed:certain]))
-                streamed = certain
-    if streamer is not None:
-        streamer.end()
-    if warning := engine.stats.warning(sequences[0].params):
-        warnings.warn(warning, CalmWarning, stacklevel=3)
-    outputs = pad_sequence([torch.tensor(s.output_ids, dtype=torch.long) for s in sequences], True, pad)
-    return torch.cat([input_ids, outputs.to(input_ids.device)], dim=1)
-
-
 def _sampling_params(options: dict[str, Any]) -> Any:
     from calm.generate.sampler import SamplingParams
 
@@ -602,14 +603,6 @@ def _sampling_params(options: dict[str, Any]) -> Any:
         if name not in known and name != "do_sample":
             raise ConfigError(f"generate has no option {name!r}{did_you_mean(name, known)}")
     return SamplingParams(**{name: value for name, value in options.items() if name != "do_sample"})
-
-
-def _special_ids(name: str, given: int | list[int] | None, model: CalmForCausalLM) -> list[int]:
-    """The ids of a special token; a config.json may contain several."""
-    ids = given if given is not None else getattr(model.config, name, None)
-    if ids is None:
-        raise ConfigError(f"the model's config.json has no {name}; pass it to generate")
-    return list(ids) if isinstance(ids, list | tuple) else [int(ids)]
 
 
 def _token_lists(stop: Any) -> list[list[int]]:
