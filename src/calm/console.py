@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 IS_MAIN = os.environ.get("RANK", "0") == "0"
 stderr = Console(stderr=True, highlight=False, quiet=not IS_MAIN)
 stdout = Console(highlight=False, quiet=not IS_MAIN)
+STEP_METRICS = {  # in the progress line of training
+    "loss": "loss {:.4f}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "share_of_peak": "{:.0%} of peak",
+    "score": "score {:.5f}",
+    "brier_1": "Brier-1 {:.2f}",
+}
 CHUNK_STYLES = ("black on bright_cyan", "black on bright_yellow", "black on bright_green", "black on bright_magenta")
 
 
@@ -89,34 +96,28 @@ def training_progress(steps: int) -> Iterator[Callable[["StepReport"], None]]:
 
         def show(report: "StepReport") -> None:
             metrics = report.metrics
-            parts = [f"loss {metrics['loss']:.4f}"]
-            if "tokens_per_second" in metrics:
-                parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
-            if "share_of_peak" in metrics:
-                parts.append(f"{metrics['share_of_peak']:.0%} of peak")
-            if "score" in metrics:
-                parts.append(f"score {metrics['score']:.5f}")
-            if "brier_1" in metrics:
-                parts.append(f"Brier-1 {metrics['brier_1']:.2f}")
-            progress.update(task, completed=report.step, done=" · ".join(parts))
+            done = " · ".join(text.format(metrics[name]) for name, text in STEP_METRICS.items() if name in metrics)
+            progress.update(task, completed=report.step, done=done)
             if not live and (report.step % max(1, report.steps // 20) == 0 or report.step == report.steps):
-                stderr.print(f"step {report.step:,}/{report.steps:,} · {' · '.join(parts)}", soft_wrap=True)
+                stderr.print(f"step {report.step:,}/{report.steps:,} · {done}", soft_wrap=True)
 
         yield show
 
 
 def values_table(title: str, values: dict[str, Any]) -> Table:
     """Table with one row per name and value. Lists, dicts and None are left out."""
-    table = Table(title=title, show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
+    table = Table(Column(), Column(justify="right"), title=title, show_header=False)
     for name, value in values.items():
         if not isinstance(value, list | dict) and value is not None:
-            formatted = (
-                f"{value:,}" if isinstance(value, int) else f"{value:.5f}" if isinstance(value, float) else str(value)
-            )
-            table.add_row(name.replace("_", " "), formatted)
+            spec = "," if isinstance(value, int) else ".5f" if isinstance(value, float) else ""
+            table.add_row(name.replace("_", " "), format(value, spec))
     return table
+
+
+def _numbers_table(*columns: str, title: str, caption: str | None = None) -> Table:
+    """Empty table whose columns but the first are right-aligned."""
+    first, *others = columns
+    return Table(first, *(Column(name, justify="right") for name in others), title=title, caption=caption)
 
 
 @contextmanager
@@ -158,15 +159,14 @@ def scores_tables(results: dict[str, Any]) -> Iterator[Table]:
         "positions": "positions",
         "documents": "documents",
     }
-    table = Table(
+    table = _numbers_table(
+        "",
+        *results["models"],
         title=", ".join(filter(None, (results["data"], results["split"]))),
         caption=f"percent ± standard error, higher Brier scores are better; {results['positions']}; "
         f"{results['samples']} samples; context of at most {results['context']} tokens"
         + (f"; upper bounds from {results['latents']} latents" if results["latents"] else ""),
     )
-    table.add_column("")
-    for name in results["models"]:
-        table.add_column(name, justify="right")
     for title, key in rows.items():
         if any(measures.get(key) is not None for measures in results["models"].values()):
             values = (_cell(measures, key) for measures in results["models"].values())
@@ -211,11 +211,9 @@ def _digits(score: dict[str, Any]) -> int:
 
 def cost_tables(costs: list["Cost"], published: dict[str, tuple[float, float, float]]) -> Iterator[Table]:
     """Table of total costs with deviations from Table 1 of the paper, then one table of components per recipe."""
-    table = Table(title="Cost")
-    table.add_column("recipe", no_wrap=True)
     columns = ("parameters", "with autoencoder", "training FLOPs", "inference FLOPs/token", "at N candidates", "memory")
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = _numbers_table("recipe", *columns, title="Cost")
+    table.columns[0].no_wrap = True
     for cost in costs:
         parameters, training, inference = published.get(cost.name, (None, None, None))
         with_candidates = cost.inference_flops_per_token_with_candidates
@@ -232,9 +230,8 @@ def cost_tables(costs: list["Cost"], published: dict[str, tuple[float, float, fl
         table.caption = "in parentheses: deviation from the paper"
     yield table
     for cost in costs:
-        parts = Table(title=f"{cost.name}, vocabulary {cost.vocabulary:,}")
-        for column in ("part", "parameters", "training FLOPs/token", "inference FLOPs/token"):
-            parts.add_column(column, justify="left" if column == "part" else "right")
+        columns = ("part", "parameters", "training FLOPs/token", "inference FLOPs/token")
+        parts = _numbers_table(*columns, title=f"{cost.name}, vocabulary {cost.vocabulary:,}")
         for name, part in cost.parts.items():
             flops = part.train_flops_per_token, part.inference_flops_per_token
             parts.add_row(name, f"{part.parameters:,}", *(f"{f:.3g}" for f in flops))
@@ -251,9 +248,9 @@ def show_prepared(output: Path, manifest: dict[str, Any]) -> None:
 
     if skipped := manifest["skipped_documents"]:
         warn(f"skipped {skipped:,} documents that could not be decoded")
-    table = Table(title=f"Vocabulary of {manifest['vocab_size']:,} tokens, stored as {manifest['dtype']}")
-    for column in ("split", "documents", "tokens", "bytes per token", "shards"):
-        table.add_column(column, justify="left" if column == "split" else "right")
+    columns = ("split", "documents", "tokens", "bytes per token", "shards")
+    title = f"Vocabulary of {manifest['vocab_size']:,} tokens, stored as {manifest['dtype']}"
+    table = _numbers_table(*columns, title=title)
     for name, split in manifest["splits"].items():
         if not split["documents"] and manifest["options"].get(f"{name}_share", 1):
             warn(f"no document fell into the {name} split; increase its share")
