@@ -76,4 +76,4 @@ def test_methods_on_the_command_line_are_those_of_the_sampler():
     from calm.cli import Method
     from calm.generate import sampler
 
-    assert [method.value for method in Method] == list(get_args(sampler.Method)) == list(sampler.METHODS)
+    assert get_args(Method) == get_args(sampler.Method) == tuple(sampler.METHODS)

@@ -36,7 +36,10 @@ def test_preparation_progress(terminal):
         assert part in terminal.getvalue()
 
 
-def test_disabled_progress_prints_nothing(terminal):
-    with console.training_progress(steps=5, enabled=False) as report:
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_of_other_ranks_prints_nothing(monkeypatch, is_terminal):
+    file = io.StringIO()
+    monkeypatch.setattr(console, "stderr", Console(file=file, force_terminal=is_terminal, quiet=True))
+    with console.training_progress(steps=5) as report:
         report(Report(5, 5, {"loss": 1.0}))
-    assert terminal.getvalue() == ""
+    assert file.getvalue() == ""

@@ -1,7 +1,6 @@
-"""Call a function of ours right after a module of another package was imported, whenever that happens.
+"""Registers our models with transformers' Auto classes as soon as those are imported, and not before.
 
-Importing transformers takes seconds. Our models are registered with its Auto classes as soon as those are imported, and
-not before.
+Importing transformers takes seconds, so `import calm` only installs an import hook.
 """
 
 import importlib
@@ -13,7 +12,7 @@ from typing import Any, cast
 
 
 def call_when_imported(functions: dict[str, str]) -> None:
-    """`functions` maps names of modules to our functions, as "module:function"."""
+    """Call a function right after a module is imported. `functions` maps module names to "module:function"."""
     sys.meta_path.insert(0, cast(Any, _Finder(functions)))
     for module, function in functions.items():
         if module in sys.modules:
@@ -23,7 +22,7 @@ def call_when_imported(functions: dict[str, str]) -> None:
 def _call(name: str) -> None:
     module, function = name.split(":")
     call = getattr(importlib.import_module(module), function, None)
-    if call is not None:  # else our module is being imported, and calls it at its end
+    if call is not None:  # otherwise the module is being imported, and calls the function at its end
         call()
 
 
@@ -34,20 +33,14 @@ class _Finder:
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname not in self.waiting:
             return None
-        function = self.waiting.pop(fullname)  # so that the next line asks the other finders
+        function = self.waiting.pop(fullname)  # first, so that the next line asks the other finders
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = cast(Any, _Loader(spec.loader, function))
+            exec_module = spec.loader.exec_module
+
+            def exec_and_call(module: ModuleType) -> None:
+                exec_module(module)
+                _call(function)
+
+            cast(Any, spec.loader).exec_module = exec_and_call
         return spec
-
-
-class _Loader:
-    def __init__(self, loader: Any, function: str):
-        self.loader, self.function = loader, function
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        _call(self.function)

@@ -1,6 +1,6 @@
-"""Model directories: config.json, safetensors, tokenizer, and model card, as Hugging Face lays them out.
+"""Model directories in the Hugging Face layout: config.json, safetensors, tokenizer, and model card.
 
-Models are read without importing transformers, which takes seconds, unless their backbone comes from there. Invalid
+Models are loaded without importing transformers, which takes seconds, unless they have one of its backbones. Invalid
 directories raise a one-sentence `UserError`.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from calm.autoencoder import Autoencoder, AutoencoderConfig
-from calm.errors import UserError
+from calm.errors import UserError, one_line
 from calm.files import write_atomic, write_json
 from calm.llama import LlamaConfig
 from calm.model import Calm, PlainCalmConfig
@@ -31,14 +31,14 @@ CONFIG_FILE, CARD_FILE = "config.json", "README.md"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 KINDS = {AutoencoderConfig.model_type: "an autoencoder", PlainCalmConfig.model_type: "a CALM language model"}
 RENAMED_WEIGHTS = {"head.own_words.weight": "head.lm_head.weight"}  # of version 0.1.0.dev0
-MAX_SHARD = 5 * 2**30  # bytes of a weight file
+MAX_SHARD_SIZE = 5 * 2**30  # bytes per weight file
 
 
 # ------------------------------------------------------------------------------------------------------- directories
 
 
 def resolve_model_dir(name: Path) -> Path:
-    """A model's directory; `bundled` is the one that comes with the package."""
+    """The directory of a model; `bundled` names the model that ships with the package."""
     return Path(str(files("calm") / BUNDLED)) if str(name) == BUNDLED and not name.exists() else name
 
 
@@ -52,11 +52,11 @@ def model_type(directory: Path) -> str:
 
 
 class ModelInfo(NamedTuple):
-    """What a language model's config.json says, without its weights being read."""
+    """The sizes of a language model, from its config.json alone."""
 
     chunk_size: int | None  # None: a Transformer, which predicts one token at a time
     vocab_size: int
-    max_tokens: int | None  # that fit its positions and, so that all of them are attended to, its attention window
+    max_tokens: int | None  # the smaller of its maximum positions and its attention window
 
 
 def read_info(directory: Path) -> ModelInfo:
@@ -74,13 +74,12 @@ def read_info(directory: Path) -> ModelInfo:
 
 
 def backbone_config(fields: dict[str, Any]) -> Any:
-    """The config of a backbone, ours or transformers'."""
+    """The config of our Llama, or of another backbone of transformers."""
     if LlamaConfig.describes(fields):
         return LlamaConfig(**fields)
     from transformers import AutoConfig
 
-    names = {name: value for name, value in fields.items() if name != "model_type"}
-    return AutoConfig.for_model(fields["model_type"], **names).get_text_config()
+    return AutoConfig.for_model(**fields).get_text_config()
 
 
 def read_json(path: Path, context: str = "") -> dict[str, Any]:
@@ -104,7 +103,7 @@ def field_of(fields: dict[str, Any], name: str, place: Path) -> Any:
 
 
 def load_language_model(directory: Path) -> Any:
-    """A CALM model or a Transformer, in fp32."""
+    """Load a CALM model or a Transformer, in fp32."""
     return load_calm(directory) if model_type(directory) in KINDS else load_transformer(directory)
 
 
@@ -136,7 +135,7 @@ def build_calm(fields: dict[str, Any]) -> Calm:
 
 
 def load_transformer(directory: Path) -> Any:
-    """A language model with a softmax over tokens: a Llama, or any other that transformers knows."""
+    """Load a language model with a softmax over tokens: a Llama, or any other that transformers supports."""
     if (kind := model_type(directory)) in KINDS:
         raise UserError(f"{directory} holds {KINDS[kind]}, not a Transformer with a softmax over tokens")
     fields = read_json(directory / CONFIG_FILE)
@@ -168,12 +167,12 @@ def _config_errors(directory: Path) -> Iterator[None]:
     except KeyError as error:
         raise UserError(f"the model in {directory} cannot be read: {CONFIG_FILE} has no field {error}") from error
     except (AttributeError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        reason = (str(error) or repr(error)).splitlines()[0]
-        raise UserError(f"the model in {directory} cannot be read: {type(error).__name__}: {reason}") from error
+        kind = type(error).__name__
+        raise UserError(f"the model in {directory} cannot be read: {kind}: {one_line(error)}") from error
 
 
 class no_init(TorchFunctionMode):  # noqa: N801  # used like torch.no_grad
-    """Modules built in this context are left uninitialised: their weights are loaded at once."""
+    """Leaves modules built in this context uninitialized, because their weights are loaded next."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return None if getattr(func, "__module__", None) == nn.init.__name__ else func(*args, **(kwargs or {}))
@@ -196,7 +195,7 @@ def _load_weights(model: Any, directory: Path) -> Any:
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    """A state dict in fp32, from one file or many: safetensors, or a pickle that is read with weights_only."""
+    """A state dict in fp32, from one or more files: safetensors, or pickles, which are loaded with weights_only."""
     for name in WEIGHT_FILES:
         if (index := directory / f"{name}.index.json").exists():
             shards = sorted(set(field_of(read_json(index), "weight_map", directory).values()))
@@ -213,12 +212,10 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
 
 def _read_file(path: Path) -> dict[str, Tensor]:
     try:
-        if path.suffix == ".safetensors":
-            weights = load_file(path)
-        else:
-            weights = torch.load(path, map_location="cpu", weights_only=True)
+        is_safetensors = path.suffix == ".safetensors"
+        weights = load_file(path) if is_safetensors else torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}") from error
+        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UserError(f"{path} is not a state dict of tensors")
     return {name: value.float() for name, value in weights.items()}
@@ -228,11 +225,11 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 
 def save_model(model: Any, directory: Path, state_dict: dict[str, Tensor] | None = None) -> None:
-    """Write a directory that this package and transformers' Auto classes load.
+    """Write a directory that this package and transformers' Auto classes can load.
 
     Args:
         model: an autoencoder, a CALM model, or a Transformer.
-        directory: written in place, not atomically; rename it afterwards if it must appear at once.
+        directory: written in place, not atomically; write to another name and rename it if that matters.
         state_dict: the weights, if they were gathered from several processes.
     """
     from huggingface_hub import save_torch_state_dict
@@ -241,14 +238,14 @@ def save_model(model: Any, directory: Path, state_dict: dict[str, Tensor] | None
     weights = model.state_dict() if state_dict is None else state_dict
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     write_json(directory / CONFIG_FILE, {**model.config_dict(), "dtype": dtype})
-    tied = ["lm_head.weight"]  # if it is the token embedding, it is saved under that name, as transformers does
-    save_torch_state_dict(_separated(weights), directory, max_shard_size=MAX_SHARD, shared_tensors_to_discard=tied)
+    tied = ["lm_head.weight"]  # if tied to the token embedding, only the embedding is saved, as transformers does
+    save_torch_state_dict(_separated(weights), directory, max_shard_size=MAX_SHARD_SIZE, shared_tensors_to_discard=tied)
     if isinstance(model, Calm):
         write_card(model, directory)
 
 
 def _separated(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of those that are parts of larger memory, as `calm.cpu` fuses them; tied ones stay tied."""
+    """Copies the tensors that are views of larger ones, such as weights fused by `calm.cpu`; tied ones stay tied."""
     parts = [value for value in weights.values() if value.untyped_storage().nbytes() != value.nbytes]
     copies = {value.data_ptr(): value.clone() for value in parts}
     return {name: copies.get(value.data_ptr(), value) for name, value in weights.items()}

@@ -1,12 +1,15 @@
-"""Command line interface: one function per command, no logic. Heavy imports stay inside the commands."""
+"""Command line interface: one function per command. Heavy imports stay inside the commands.
+
+The commands that need more than a few lines continue in `commands/`.
+"""
 
 import gc
 import os
 import sys
 import warnings
-from enum import StrEnum
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 from typer.exceptions import TyperException
@@ -25,32 +28,21 @@ app = typer.Typer(
     epilog="Use 'calm COMMAND --help' for the options of a command.",
 )
 
+# Options of several commands
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one recipe field; may be repeated."),
 ]
+Model = Annotated[Path, typer.Argument(help="Model directory, or 'bundled' for the model that ships with the package.")]
 Int8 = Annotated[
     bool, typer.Option("--int8", help="Quantize the linear layers to int8. Faster; changes outputs slightly. CPU only.")
 ]
+Seed = Annotated[int, typer.Option(min=0, max=2**62, help="Random seed.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace prepared data in the output directory.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run in the output directory.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 
-
-class OnBadDocument(StrEnum):
-    fail = "fail"
-    skip = "skip"
-
-
-class Method(StrEnum):
-    token = "token"
-    batch = "batch"
-    exact = "exact"
-    mixture = "mixture"
-    noise = "noise"
-
-
-class Positions(StrEnum):
-    shared = "shared"
-    own = "own"
-    every = "every"
+Method = Literal["token", "batch", "exact", "mixture", "noise"]  # those of calm.generate.sampler, which imports torch
 
 
 def _version(value: bool) -> None:
@@ -86,8 +78,8 @@ def quickstart(
     output: Annotated[Path, typer.Option(help="Output directory; an interrupted run in it is continued.")] = Path(
         "quickstart"
     ),
-    seed: Annotated[int, typer.Option(min=0, max=2**62, help="Random seed.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    seed: Seed = 0,
+    as_json: Json = False,
 ) -> None:
     """Train an autoencoder, a CALM language model and a Transformer baseline, evaluate them, and write a report.
 
@@ -96,9 +88,17 @@ def quickstart(
     from calm.quickstart.plan import Plan
 
     plan = Plan(minutes, tuple(data or ["embedded"]), seed)  # validate before the slow import of torch
-    from calm.commands import quickstart as command
+    from calm import console
+    from calm.quickstart.report import next_commands
+    from calm.quickstart.run import REPORT
+    from calm.quickstart.run import quickstart as run
 
-    command.quickstart(plan, output, as_json)
+    results = run(plan, output, console.StageScreen())
+    console.print_results(results, console.scores_tables(results["scores"]), as_json)
+    if not as_json:
+        console.show_samples(results["samples"])
+        console.stdout.print(f"Report: {output / REPORT}. Next steps:", soft_wrap=True)
+        print(next_commands(output), end="")
 
 
 @app.command(
@@ -137,28 +137,40 @@ def prepare(
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Number of worker processes. Default: one per CPU core.")] = None,
     on_bad_document: Annotated[
-        OnBadDocument, typer.Option(help="How to handle a document that cannot be decoded.")
-    ] = OnBadDocument.fail,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an interrupted run in the output directory.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace prepared data in the output directory.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
+        Literal["fail", "skip"], typer.Option(help="How to handle a document that cannot be decoded.")
+    ] = "fail",
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
 ) -> None:
     """Tokenize text into shards of token ids for training.
 
     An interrupted run can be continued with --resume and produces identical files.
     """
-    from calm.commands import prepare as command
+    from calm import console
+    from calm.data.prepare import prepare as run
     from calm.data.workers import PrepareOptions
 
     if resume and overwrite:
         raise UserError("--resume and --overwrite are mutually exclusive; give one of them")
     options = PrepareOptions(tokenizer, text_field, validation_share, test_share, document_size, shard_tokens)
-    execution = {"workers": workers, "on_bad_document": on_bad_document.value, "resume": resume, "overwrite": overwrite}
-    command.prepare(sources, output, options, as_json, shard=shard, **execution)
+    with console.preparation_progress() as report:
+        manifest = run(
+            sources,
+            output,
+            options,
+            shard=shard,
+            workers=workers,
+            on_bad_document=on_bad_document,
+            resume=resume,
+            overwrite=overwrite,
+            report=report,
+            warn=console.warn,
+        )
+    if as_json:
+        console.print_json(manifest)
+    else:
+        console.show_prepared(output, manifest)
 
 
 @app.command(
@@ -170,20 +182,22 @@ def merge(
         list[Path], typer.Argument(help="Directories made by 'calm prepare --shard I/N', in any order. Not changed.")
     ],
     output: Annotated[Path, typer.Option(help="Output directory.")],
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an interrupted run in the output directory.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace prepared data in the output directory.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
 ) -> None:
     """Combine the parts of a corpus into the same files that one 'calm prepare' of the whole corpus writes."""
-    from calm.commands import prepare as command
+    from calm import console
+    from calm.data.merge import merge as run
 
     if resume and overwrite:
         raise UserError("--resume and --overwrite are mutually exclusive; give one of them")
-    command.merge(parts, output, as_json, resume=resume, overwrite=overwrite)
+    with console.preparation_progress() as report:
+        manifest = run(parts, output, resume=resume, overwrite=overwrite, report=report)
+    if as_json:
+        console.print_json(manifest)
+    else:
+        console.show_prepared(output, manifest)
 
 
 @app.command(
@@ -196,10 +210,8 @@ def train(
     ],
     output: Annotated[Path, typer.Option(help="Run directory, for checkpoints, metrics and the trained model.")],
     settings: Settings = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in the output directory from its last checkpoint.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the training summary as JSON.")] = False,
+    resume: Resume = False,
+    as_json: Json = False,
 ) -> None:
     """Train an autoencoder, a CALM language model or a Transformer from a recipe.
 
@@ -213,13 +225,10 @@ def train(
     from calm import console
     from calm.train.loop import train as run
 
-    is_main = os.environ.get("RANK", "0") == "0"
-    with console.training_progress(resolved.train.steps, enabled=is_main) as report:
+    with console.training_progress(resolved.train.steps) as report:
         summary = run(resolved, output, resume=resume, report=report, warn=console.warn)
-    if is_main and as_json:
-        console.print_json(summary)
-    elif is_main:
-        console.stdout.print(console.values_table(f"{resolved.stage} in {output}", summary))
+    console.print_results(summary, [console.values_table(f"{resolved.stage} in {output}", summary)], as_json)
+    if not as_json:
         console.stdout.print(f"Model: {output / 'model'}. Loss curve: {output / 'loss.png'}.", soft_wrap=True)
 
 
@@ -246,12 +255,12 @@ def evaluate(
         int, typer.Option(min=2, help="Samples per position; more samples reduce the standard error.")
     ] = 2,
     positions: Annotated[
-        Positions,
+        Literal["shared", "own", "every"],
         typer.Option(
             help="Start positions to score: the chunk boundaries that all models share (shared), those of each model "
             "(own), or every token (every)."
         ),
-    ] = Positions.shared,
+    ] = "shared",
     context: Annotated[
         int | None,
         typer.Option(min=1, help="Window length in tokens. Default: 512, or less if a model supports fewer positions."),
@@ -278,7 +287,7 @@ def evaluate(
     output: Annotated[
         Path | None, typer.Option(help="Directory to save results and plots in. Default: not saved.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Evaluate models: BrierLM with standard errors for language models, reconstruction for an autoencoder.
 
@@ -294,7 +303,8 @@ def evaluate(
     if limit is not None and not harness:
         raise UserError("--limit is for a task of lm_eval; give --harness too, or leave --limit out")
     if harness:
-        command.run_harness(models, harness, limit, batch_size, seed, likelihood_bound, output, as_json)
+        options = {"limit": limit, "batch_size": batch_size, "seed": seed, "num_latents": likelihood_bound}
+        command.run_harness(models, harness, output, as_json, **options)
     elif data is None:
         raise UserError("--data is missing; give a directory made by 'calm prepare', or a text file")
     elif len(models) == 1 and model_type(models[0]) == AutoencoderConfig.model_type:
@@ -302,15 +312,13 @@ def evaluate(
     else:
         from calm.evaluate.language_models import Options
 
-        options = Options(samples, positions.value, context, batch_size, seed, likelihood_bound, int8=int8)
+        options = Options(samples, positions, context, batch_size, seed, likelihood_bound, int8=int8)
         command.evaluate_language_models(models, data, split, options, output, as_json)
 
 
 @app.command(epilog="Example: calm generate bundled 'And God said' --temperature 0.5 --num-samples 3")
 def generate(
-    model: Annotated[
-        Path, typer.Argument(help="Model directory, or 'bundled' for the model that ships with the package.")
-    ],
+    model: Model,
     prompt: Annotated[str, typer.Argument(help="Prompt; - reads it from stdin. Default: an empty prompt.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 128,
     temperature: Annotated[
@@ -362,7 +370,7 @@ def generate(
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; may be repeated.")] = None,
     num_samples: Annotated[int, typer.Option(min=1, help="Number of continuations to generate.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, max=2**62, help="Random seed.")] = 0,
+    seed: Seed = 0,
     int8: Int8 = False,
     show_chunks: Annotated[
         bool,
@@ -371,9 +379,7 @@ def generate(
             help="Color the chunks and show the share of candidates equal to each (mixture: its probability).",
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the generated texts and sampling statistics as JSON.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Generate text from a prompt and stream it to stdout. Everything else goes to stderr."""
     gc.disable()  # garbage collection takes a tenth of the time to import torch, and frees nothing
@@ -382,12 +388,44 @@ def generate(
     gc.enable()
     if show_chunks and as_json:
         raise UserError("--show-chunks and --json are mutually exclusive; give one of them")
-    method_name = None if method is None else method.value
-    sampling = SamplingParams(temperature, num_candidates, method_name, tolerance, refill, top_k, top_p, min_p)
-    from calm.commands import generate as command
+    params = SamplingParams(temperature, num_candidates, method, tolerance, refill, top_k, top_p, min_p)
+    from calm import console
+    from calm.checkpoint import resolve_model_dir
+    from calm.distributed import default_device
+    from calm.generate.text import TextGenerator
 
-    request = command.Request(prompt, max_new_tokens, stop or [], num_samples, seed)
-    command.generate(model, request, sampling, int8, show_chunks, as_json)
+    with console.stderr.status("loading"):
+        generator = TextGenerator(resolve_model_dir(model), default_device(), int8=int8)
+    params = params.resolve(generator.model.head)
+    prompt = _read_prompt(prompt)
+    deltas = generator.stream(
+        [generator.tokenizer.encode(prompt)] * num_samples,
+        params,
+        max_new_tokens=max_new_tokens,
+        stops=[stop or []] * num_samples,
+        seed=seed,
+    )
+    try:
+        if as_json:
+            texts = console.collected_texts(deltas, num_samples)  # runs the generation, which fills generator.stats
+            settings = {"prompt": prompt, "seed": seed, "temperature": params.temperature, "method": params.method}
+            console.print_json({**settings, "texts": texts, "cost": asdict(generator.stats)})
+        else:
+            console.show_texts(deltas, num_samples, show_chunks)
+    except KeyboardInterrupt:
+        console.stdout.print()
+        sys.exit(INTERRUPTED)
+    if warning := generator.stats.warning(params):
+        console.warn(warning)
+
+
+def _read_prompt(prompt: str) -> str:
+    try:
+        text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+        text.encode()
+    except UnicodeError as error:
+        raise UserError(f"the prompt is not valid UTF-8: {error}; convert it to UTF-8 first") from error
+    return text
 
 
 @app.command(
@@ -395,9 +433,7 @@ def generate(
     short_help="Serve a model over HTTP with an OpenAI-compatible API.",
 )
 def serve(
-    model: Annotated[
-        Path, typer.Argument(help="Model directory, or 'bundled' for the model that ships with the package.")
-    ],
+    model: Model,
     baseline: Annotated[
         Path | None, typer.Option(help="Directory of a Transformer to serve as well, for comparison.")
     ] = None,
@@ -428,9 +464,17 @@ def serve(
     ] = 300.0,
 ) -> None:
     """Serve a model over HTTP with an OpenAI-compatible completions API and a web playground."""
-    from calm.commands import serve as command
+    from calm import console
+
+    try:
+        from calm.serve import run
+    except ModuleNotFoundError as error:
+        raise UserError(f"calm serve needs {error.name}: pip install 'calm-lm[serve]'") from error
     from calm.serve.limits import Limits
 
+    keys = api_key or []
+    if any(not key.strip() for key in keys):
+        raise UserError("an API key is empty; omit --api-key to serve without authentication")
     limits = Limits(
         max_batch=max_batch,
         max_queue=max_queue,
@@ -439,7 +483,16 @@ def serve(
         max_candidates=max_candidates,
         max_seconds=max_seconds,
     )
-    command.serve(model, baseline, host, port, api_key or [], open_to_all, limits)
+    listener = run.bind(host, port, bool(keys), open_to_all)  # fails early: loading the model takes seconds
+    with console.stderr.status("loading"):
+        generators = run.load_generators(model, baseline)
+    run.raise_file_limit()
+    server = run.make_server(generators, limits, keys)
+    listener.listen(server.config.backlog)  # before the URL is printed, so that no client is refused a connection
+    url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    console.stderr.print(f"Serving {', '.join(generators)} at {url} (playground), {url}/v1 (OpenAI-compatible API)")
+    console.stderr.print("Press Ctrl-C to finish all requests and exit, twice to exit immediately.")
+    server.run(sockets=[listener])
 
 
 @app.command(
@@ -452,7 +505,7 @@ def config(
         typer.Argument(help="Name of a built-in recipe, or a YAML file. Default: list the built-in recipes."),
     ] = None,
     settings: Settings = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of YAML.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Print the resolved configuration of a recipe, or list the built-in recipes."""
     from calm import console
@@ -486,7 +539,7 @@ def cost(
         typer.Option(min=1, help="Vocabulary size. Default: that of the recipe's data, or 128,257 without data."),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Number of processes that share the training state.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a list with one object per recipe as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Estimate parameters, FLOPs and memory of recipes by component, next to the numbers in the paper."""
     from calm import console
@@ -496,11 +549,7 @@ def cost(
     names = recipes or list(TABLE_1)
     configs = {name: load_config(name, settings) for name in names}
     costs = [cost_of(name, config, context, samples, vocabulary, processes) for name, config in configs.items()]
-    if as_json:
-        console.print_json([cost.as_json() for cost in costs])
-    else:
-        for table in console.cost_tables(costs, TABLE_1):
-            console.stdout.print(table)
+    console.print_results([cost.as_json() for cost in costs], console.cost_tables(costs, TABLE_1), as_json)
 
 
 @app.command(
@@ -524,9 +573,9 @@ def reproduce(
             "enwik8, data/pile for paper."
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
+    resume: Resume = False,
     plan: Annotated[bool, typer.Option("--plan", help="Print the training commands and exit.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Reproduce tables and figures of the paper: train the models, evaluate them, compare with the paper's claims.
 
@@ -555,7 +604,7 @@ def bench(
         str, typer.Option(help="Model size: laptop, or paper (CALM-M and Transformer-S; needs 20 GB of memory).")
     ] = "laptop",
     rounds: Annotated[int, typer.Option(min=1, help="Measurements per variant; variants are interleaved.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Benchmark speed and memory on the CPU, relative to hardware limits and to a Transformer baseline.
 
@@ -580,7 +629,7 @@ def import_official(
             help="Directory of the autoencoder that the language model was trained with. Required for a language model."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Convert a checkpoint from the format of the paper's authors. Missing or unexpected weights are an error."""
     from calm import console
@@ -595,10 +644,7 @@ def import_official(
     }
     if not summary["tokenizer"]:
         console.warn(f"{model} has no tokenizer.json; copy one to {output} before you train or evaluate")
-    if as_json:
-        console.print_json(summary)
-    else:
-        console.stdout.print(console.values_table(f"Imported from {model}", summary))
+    console.print_results(summary, [console.values_table(f"Imported from {model}", summary)], as_json)
 
 
 def _show_warning(message, category, *where) -> None:

@@ -1,15 +1,17 @@
-"""Terminal output: progress bars and warnings on stderr, results on stdout."""
+"""Terminal output: progress bars and warnings on stderr, results on stdout. Under torchrun only rank 0 prints."""
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -19,18 +21,31 @@ if TYPE_CHECKING:
     from calm.paper.cost import Cost
     from calm.train.loop import Report as StepReport
 
-stderr = Console(stderr=True, highlight=False)
-stdout = Console(highlight=False)
-CHUNK_COLOURS = (
-    "black on bright_cyan",
-    "black on bright_yellow",
-    "black on bright_green",
-    "black on bright_magenta",
-)
+IS_MAIN = os.environ.get("RANK", "0") == "0"
+stderr = Console(stderr=True, highlight=False, quiet=not IS_MAIN)
+stdout = Console(highlight=False, quiet=not IS_MAIN)
+STEP_METRICS = {  # in the progress line of training
+    "loss": "loss {:.4f}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "share_of_peak": "{:.0%} of peak",
+    "score": "score {:.5f}",
+    "brier_1": "Brier-1 {:.2f}",
+}
+CHUNK_STYLES = ("black on bright_cyan", "black on bright_yellow", "black on bright_green", "black on bright_magenta")
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False))
+    if IS_MAIN:
+        print(json.dumps(value, ensure_ascii=False))
+
+
+def print_results(results: Any, tables: Iterable[Table], as_json: bool) -> None:
+    """Print results as JSON, or else as tables."""
+    if as_json:
+        print_json(results)
+    else:
+        for table in tables:
+            stdout.print(table)
 
 
 def warn(message: str) -> None:
@@ -67,58 +82,54 @@ def preparation_progress() -> Iterator[Callable[["Report"], None]]:
 
 
 @contextmanager
-def training_progress(steps: int, enabled: bool = True) -> Iterator[Callable[["StepReport"], None]]:
+def training_progress(steps: int) -> Iterator[Callable[["StepReport"], None]]:
     """Live line with step, loss, tokens/s, share of peak FLOP/s and remaining time; log lines without a terminal."""
     columns = (
         TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
         BarColumn(),
         TextColumn("{task.fields[done]}"),
+        TimeRemainingColumn(compact=True),
     )
     live = stderr.is_terminal
-    if not enabled:
-        yield lambda _: None
-        return
-    with Progress(*columns, TimeRemainingColumn(compact=True), console=stderr, disable=not live) as progress:
+    with Progress(*columns, console=stderr, disable=not live) as progress:
         task = progress.add_task("training", total=steps, done="starting")
 
         def show(report: "StepReport") -> None:
             metrics = report.metrics
-            parts = [f"loss {metrics['loss']:.4f}"] if "loss" in metrics else ["starting"]
-            if "tokens_per_second" in metrics:
-                parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
-            if "share_of_peak" in metrics:
-                parts.append(f"{metrics['share_of_peak']:.0%} of peak")
-            if "score" in metrics:
-                parts.append(f"score {metrics['score']:.5f}")
-            if "brier_1" in metrics:
-                parts.append(f"Brier-1 {metrics['brier_1']:.2f}")
-            progress.update(task, completed=report.step, done=" · ".join(parts))
+            done = " · ".join(text.format(metrics[name]) for name, text in STEP_METRICS.items() if name in metrics)
+            progress.update(task, completed=report.step, done=done or "starting")
             if not live and (report.step % max(1, report.steps // 20) == 0 or report.step == report.steps):
-                stderr.print(f"step {report.step:,}/{report.steps:,} · {' · '.join(parts)}", soft_wrap=True)
+                stderr.print(f"step {report.step:,}/{report.steps:,} · {done}", soft_wrap=True)
 
         yield show
 
 
 def values_table(title: str, values: dict[str, Any]) -> Table:
     """Table with one row per name and value. Lists, dicts and None are left out."""
-    table = Table(title=title, show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
+    table = Table(Column(), Column(justify="right"), title=title, show_header=False)
     for name, value in values.items():
         if not isinstance(value, list | dict) and value is not None:
-            formatted = (
-                f"{value:,}" if isinstance(value, int) else f"{value:.5f}" if isinstance(value, float) else str(value)
-            )
-            table.add_row(name.replace("_", " "), formatted)
+            spec = "," if isinstance(value, int) else ".5f" if isinstance(value, float) else ""
+            table.add_row(name.replace("_", " "), format(value, spec))
     return table
 
 
+def _numbers_table(*columns: str, title: str, caption: str | None = None) -> Table:
+    """Empty table whose columns but the first are right-aligned."""
+    first, *others = columns
+    return Table(first, *(Column(name, justify="right") for name in others), title=title, caption=caption)
+
+
 @contextmanager
-def evaluation_progress(enabled: bool = True) -> Iterator[Callable[[str, int, int | None], None]]:
+def evaluation_progress() -> Iterator[Callable[[str, int, int | None], None]]:
     """One progress bar per model: tokens scored, and the remaining time if the total is known."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f} tokens"))
-    visible = enabled and stderr.is_terminal
-    with Progress(*columns, TimeRemainingColumn(compact=True), console=stderr, disable=not visible) as progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} tokens"),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as progress:
         tasks: dict[str, Any] = {}
 
         def show(name: str, tokens: int, total: int | None) -> None:
@@ -148,15 +159,14 @@ def scores_tables(results: dict[str, Any]) -> Iterator[Table]:
         "positions": "positions",
         "documents": "documents",
     }
-    table = Table(
+    table = _numbers_table(
+        "",
+        *results["models"],
         title=", ".join(filter(None, (results["data"], results["split"]))),
         caption=f"percent ± standard error, higher Brier scores are better; {results['positions']}; "
         f"{results['samples']} samples; context of at most {results['context']} tokens"
         + (f"; upper bounds from {results['latents']} latents" if results["latents"] else ""),
     )
-    table.add_column("")
-    for name in results["models"]:
-        table.add_column(name, justify="right")
     for title, key in rows.items():
         if any(measures.get(key) is not None for measures in results["models"].values()):
             values = (_cell(measures, key) for measures in results["models"].values())
@@ -201,11 +211,9 @@ def _digits(score: dict[str, Any]) -> int:
 
 def cost_tables(costs: list["Cost"], published: dict[str, tuple[float, float, float]]) -> Iterator[Table]:
     """Table of total costs with deviations from Table 1 of the paper, then one table of components per recipe."""
-    table = Table(title="Cost")
-    table.add_column("recipe", no_wrap=True)
     columns = ("parameters", "with autoencoder", "training FLOPs", "inference FLOPs/token", "at N candidates", "memory")
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = _numbers_table("recipe", *columns, title="Cost")
+    table.columns[0].no_wrap = True
     for cost in costs:
         parameters, training, inference = published.get(cost.name, (None, None, None))
         with_candidates = cost.inference_flops_per_token_with_candidates
@@ -222,9 +230,8 @@ def cost_tables(costs: list["Cost"], published: dict[str, tuple[float, float, fl
         table.caption = "in parentheses: deviation from the paper"
     yield table
     for cost in costs:
-        parts = Table(title=f"{cost.name}, vocabulary {cost.vocabulary:,}")
-        for column in ("part", "parameters", "training FLOPs/token", "inference FLOPs/token"):
-            parts.add_column(column, justify="left" if column == "part" else "right")
+        columns = ("part", "parameters", "training FLOPs/token", "inference FLOPs/token")
+        parts = _numbers_table(*columns, title=f"{cost.name}, vocabulary {cost.vocabulary:,}")
         for name, part in cost.parts.items():
             flops = part.train_flops_per_token, part.inference_flops_per_token
             parts.add_row(name, f"{part.parameters:,}", *(f"{f:.3g}" for f in flops))
@@ -235,25 +242,40 @@ def _deviation(value: float, published: float | None) -> str:
     return "" if published is None else f" ({value / published - 1:+.1%})"
 
 
-def preparation_summary(manifest: dict[str, Any]) -> Table:
-    """Table of prepared data with one row per split."""
-    table = Table(title=f"Vocabulary of {manifest['vocab_size']:,} tokens, stored as {manifest['dtype']}")
-    for column in ("split", "documents", "tokens", "bytes per token", "shards"):
-        table.add_column(column, justify="left" if column == "split" else "right")
+def show_prepared(output: Path, manifest: dict[str, Any]) -> None:
+    """Print a table of prepared data with one row per split, and the first chunks in color."""
+    from calm.data.shards import PreparedData
+
+    if skipped := manifest["skipped_documents"]:
+        warn(f"skipped {skipped:,} documents that could not be decoded")
+    part = manifest.get("part")
+    columns = ("split", "documents", "tokens", "bytes per token", "shards")
+    title = f"Vocabulary of {manifest['vocab_size']:,} tokens, stored as {manifest['dtype']}"
+    table = _numbers_table(*columns, title=title)
     for name, split in manifest["splits"].items():
+        if not part and not split["documents"] and manifest["options"].get(f"{name}_share", 1):
+            warn(f"no document fell into the {name} split; increase its share")
         ratio = f"{split['bytes'] / split['tokens']:.2f}" if split["tokens"] else "-"
-        counts = f"{split['documents']:,}", f"{split['tokens']:,}", ratio, str(len(split["shards"]))
-        table.add_row(name, *counts)
-    return table
+        table.add_row(name, f"{split['documents']:,}", f"{split['tokens']:,}", ratio, str(len(split["shards"])))
+    stdout.print(table)
+    if part:
+        where = f"Part {part['number']} of {part['of']} is in {output}"
+        stdout.print(f"{where}. Combine all parts with calm merge.", soft_wrap=True)
+        return
+    data = PreparedData(output, verify=False)
+    if len(stream := data.split("train")):
+        stdout.print("First chunks (K = 4 tokens), one color per chunk:")
+        stdout.print(colored_chunks(data.tokenizer, stream[:80].tolist(), 4))
+    stdout.print(f"Ready in {output}", soft_wrap=True)
 
 
-def coloured_chunks(tokenizer: "Tokenizer", ids: list[int], chunk_size: int) -> Text:
+def colored_chunks(tokenizer: "Tokenizer", ids: list[int], chunk_size: int) -> Text:
     """Decoded text with one color per chunk, "┃" between chunks and "│" between tokens."""
     text = Text()
     for number, start in enumerate(range(0, len(ids), chunk_size)):
         tokens = [tokenizer.decode([i]).replace("\n", "↵") for i in ids[start : start + chunk_size]]
         text.append("┃" if start else "")
-        text.append("│".join(tokens), style=CHUNK_COLOURS[number % len(CHUNK_COLOURS)])
+        text.append("│".join(tokens), style=CHUNK_STYLES[number % len(CHUNK_STYLES)])
     return text
 
 
@@ -285,7 +307,7 @@ def _print_delta(delta: "TextDelta", number: int, chunks: bool) -> None:
 
 
 def _colored_delta(delta: "TextDelta", number: int) -> Text:
-    text = Text(delta.text.replace("\n", "↵"), style=CHUNK_COLOURS[number % len(CHUNK_COLOURS)])
+    text = Text(delta.text.replace("\n", "↵"), style=CHUNK_STYLES[number % len(CHUNK_STYLES)])
     if delta.agreement is not None:
         text.append(
             f"{delta.agreement:.{0 if delta.agreement >= 0.1 else 1}%}", style="not bold dim default on default"
@@ -293,16 +315,16 @@ def _colored_delta(delta: "TextDelta", number: int) -> Text:
     return text if stdout.is_terminal else text.append("┃")
 
 
-def collected_texts(deltas: Iterable["TextDelta"], count: int) -> dict[str, Any]:
+def collected_texts(deltas: Iterable["TextDelta"], count: int) -> list[dict[str, Any]]:
     """Generate all texts and return them with their token counts and agreements, for JSON output."""
-    texts = [{"text": "", "tokens": 0, "agreement": []} for _ in range(count)]
+    texts: list[dict[str, Any]] = [{"text": "", "tokens": 0, "agreement": []} for _ in range(count)]
     for delta in deltas:
         text = texts[delta.index]
         text["text"] += delta.text
         text["tokens"] += len(delta.token_ids)
         if delta.token_ids and delta.agreement is not None:
             text["agreement"].append(round(delta.agreement, 4))
-    return {"texts": texts}
+    return texts
 
 
 class StageScreen:
@@ -317,30 +339,12 @@ class StageScreen:
         stderr.print(f"[bold]\\[{number}/{total}] {escape(title)}[/] [dim]{escape(note)}[/]", soft_wrap=True)
 
 
-class SilentScreen:
-    """Same interface as `StageScreen` without output, for all ranks but the first."""
-
-    @contextmanager
-    def preparation(self) -> Iterator[Callable[..., None]]:
-        yield lambda *_: None
-
-    evaluation = preparation
-
-    @contextmanager
-    def training(self, steps: int) -> Iterator[Callable[..., None]]:
-        yield lambda *_: None
-
-    def stage(self, number: int, total: int, title: str, note: str) -> None: ...
-
-    def warn(self, message: str) -> None: ...
-
-
 def show_samples(samples: list[dict[str, Any]]) -> None:
     """Print continuations by the CALM model with one color per chunk."""
     for sample in samples:
         text = Text(f"T = {sample['temperature']:g}  ", style="dim")
         text.append(sample["prompt"].replace("\n", "↵"), style="not dim bold")
         for number, delta in enumerate(sample["calm"]):
-            text.append(delta.replace("\n", "↵"), style=f"not dim {CHUNK_COLOURS[number % len(CHUNK_COLOURS)]}")
+            text.append(delta.replace("\n", "↵"), style=f"not dim {CHUNK_STYLES[number % len(CHUNK_STYLES)]}")
             text.append("" if stdout.is_terminal else "┃")
         stdout.print(text, soft_wrap=True)

@@ -1,6 +1,7 @@
 """Errors caused by user input. The command line prints the message and exits with code 2."""
 
 import difflib
+import textwrap
 from collections.abc import Iterable
 
 INTERRUPTED = 130  # exit code after Ctrl-C
@@ -20,6 +21,11 @@ class DataError(UserError):
 
 class CalmWarning(UserWarning):
     """A setting that is valid but rarely intended."""
+
+
+def one_line(error: Exception) -> str:
+    """The message of another library's error, on one line and not too long."""
+    return textwrap.shorten(str(error) or repr(error), 500, placeholder=" …")
 
 
 def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -1,7 +1,7 @@
 """Adapters to transformers: configs, `PreTrainedModel` classes, Auto classes, and other backbones.
 
-Inside of the package models are plain modules (`model.py`, `autoencoder.py`, `transformer.py`). The classes here are
-the same models in the form that transformers' users expect; and any causal `AutoModel` becomes a backbone.
+The rest of the package uses plain modules (`model.py`, `autoencoder.py`, `transformer.py`). The classes here are the
+same models as `PreTrainedModel`s, and any causal `AutoModel` as a backbone.
 """
 
 import importlib
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -21,7 +22,7 @@ from transformers.utils.generic import ModelOutput
 
 from calm.autoencoder import Autoencoder, AutoencoderConfig, chunk_mask
 from calm.checkpoint import KINDS, RENAMED_WEIGHTS, model_type, write_card
-from calm.errors import CalmWarning, ConfigError, UserError, did_you_mean
+from calm.errors import CalmWarning, ConfigError, UserError, did_you_mean, one_line
 from calm.heads.softmax import SoftmaxHead
 from calm.kv_cache import KVCache
 from calm.llama import Llama, LlamaConfig
@@ -106,11 +107,7 @@ def make_backbone_config(backbone: dict[str, Any], vocab_size: int) -> Pretraine
     try:
         return AutoConfig.for_model(kind, **given)
     except Exception as error:  # transformers' configs raise errors of several libraries
-        raise ConfigError(f"backbone: {kind} cannot be built: {_one_line(error)}") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or repr(error)
+        raise ConfigError(f"backbone: {kind} cannot be built: {one_line(error)}") from error
 
 
 # --------------------------------------------------------------------------------------------------------- backbones
@@ -120,7 +117,7 @@ class HFCache:
     """transformers' cache behind the interface of `calm.llama.KVCache`."""
 
     def __init__(self) -> None:
-        self.cache = DynamicCache()
+        self.cache: Any = DynamicCache()
 
     @property
     def length(self) -> int:
@@ -132,22 +129,18 @@ class HFCache:
 
     def select(self, rows: Tensor, first: int = 0) -> None:
         """Keep some rows, from position `first` on."""
-        self._change(lambda states: states[rows, :, first:])
+        for layer in self.cache.layers:
+            layer.keys, layer.values = (states[rows, :, first:] for states in (layer.keys, layer.values))
 
     def merge(self, other: "HFCache") -> None:
         """Add the rows of another cache; the shorter one is padded at its front."""
         length = max(self.length, other.length)
-        new = iter([states for layer in other.cache.layers for states in (layer.keys, layer.values)])  # pyright: ignore
 
-        def joined(states: Any) -> Tensor:
-            both: list[Any] = [states, next(new)]
-            return torch.cat([F.pad(part, (0, 0, length - part.shape[-2], 0)) for part in both])
+        def join(*parts: Tensor) -> Tensor:
+            return torch.cat([F.pad(part, (0, 0, length - part.shape[-2], 0)) for part in parts])
 
-        self._change(joined)
-
-    def _change(self, function: Any) -> None:
-        for layer in self.cache.layers:
-            layer.keys, layer.values = function(layer.keys), function(layer.values)  # pyright: ignore
+        for layer, new in zip(self.cache.layers, other.cache.layers, strict=True):
+            layer.keys, layer.values = join(layer.keys, new.keys), join(layer.values, new.values)
 
 
 class HFBatch:
@@ -196,20 +189,20 @@ class HFBatch:
 
 
 class _HFModule(nn.Module):
-    """A model of transformers inside of another module; its weights keep their names."""
+    """Wraps a transformers model; its weights keep their names."""
 
     wrapped: Any  # a name that none of its children has
 
     def __init__(self, model: Any):
         super().__init__()
-        object.__setattr__(self, "wrapped", model)  # not registered: its children, parameters and buffers are shared
+        object.__setattr__(self, "wrapped", model)  # not as a submodule: its children and parameters become ours
         for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             object.__setattr__(self, kind, getattr(model, kind))
         self.config = model.config
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The longest list of modules that is in no other list, as experts are."""
+        """The longest `ModuleList` that is not inside another one, as lists of experts are."""
         lists = {path: part for path, part in self.wrapped.named_modules() if isinstance(part, nn.ModuleList)}
         outer = [part for path, part in lists.items() if not any(path.startswith(f"{other}.") for other in lists)]
         return max(outer, key=len, default=nn.ModuleList())
@@ -232,12 +225,26 @@ class _HFModule(nn.Module):
     def new_batch(self) -> HFBatch:
         return HFBatch(self)
 
+    def call(self, x: Tensor, positions: Tensor | None, mask: Tensor | None, cache: HFCache | None) -> Any:
+        """The wrapped model's output for embeddings (B, L, H)."""
+        if mask is not None and mask.ndim == 4:  # an additive mask, which every attention implementation supports
+            mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, torch.finfo(x.dtype).min)
+        elif mask is not None:
+            mask = mask.long()
+        return self.wrapped(
+            inputs_embeds=x,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=None if cache is None else cache.cache,
+            use_cache=cache is not None,
+        )
+
 
 class HFBackbone(_HFModule):
-    """Any causal Transformer of transformers as a backbone.
+    """Any causal model of transformers as a backbone.
 
     Args:
-        model: an `AutoModel`. Its token embedding is taken away: it is the chunk embedding's, or unused.
+        model: an `AutoModel`. Its token embedding is moved out: the chunk embedding uses it, or nothing does.
     """
 
     token_embedding: Any
@@ -254,62 +261,41 @@ class HFBackbone(_HFModule):
     def forward(
         self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, cache: HFCache | None = None
     ) -> Tensor:
-        return _call_transformers(self.wrapped, x, positions, mask, cache).last_hidden_state
-
-
-def _call_transformers(
-    model: Any, x: Tensor, positions: Tensor | None, mask: Tensor | None, cache: HFCache | None
-) -> Any:
-    if mask is not None and mask.ndim == 4:  # added to the scores: every kind of attention understands it
-        mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, torch.finfo(x.dtype).min)
-    elif mask is not None:
-        mask = mask.long()
-    return model(
-        inputs_embeds=x,
-        position_ids=positions,
-        attention_mask=mask,
-        past_key_values=None if cache is None else cache.cache,
-        use_cache=cache is not None,
-    )
+        return self.call(x, positions, mask, cache).last_hidden_state
 
 
 def build_transformer(auto_class: Any, config: PretrainedConfig) -> Any:
-    """A new causal Transformer; `auto_class` is AutoModel or AutoModelForCausalLM."""
+    """A new causal model; `auto_class` is AutoModel or AutoModelForCausalLM."""
     kind = config.model_type
     try:
         model = auto_class.from_config(config)
         model.get_input_embeddings()
-    except Exception as error:  # transformers raises many kinds for a config that makes no sense
-        raise ConfigError(f"a backbone {kind!r} cannot be built: {_one_line(error)}") from error
+    except Exception as error:  # transformers raises errors of many types for an invalid config
+        raise ConfigError(f"a backbone {kind!r} cannot be built: {one_line(error)}") from error
     if any(getattr(part, "is_causal", True) is False for part in model.modules()):
         raise ConfigError(f"a backbone {kind!r} is bidirectional; a language model needs a causal one")
     return model
 
 
 def build_backbone(config: PretrainedConfig | dict[str, Any]) -> Any:
-    """A backbone with new weights: our Llama, or any other of transformers."""
-    from transformers import AutoModel
-
+    """A backbone with new weights: our Llama, or any other model of transformers."""
     if isinstance(config, dict):
-        kind = config.get("model_type", "llama")
-        config = AutoConfig.for_model(kind, **{name: v for name, v in config.items() if name != "model_type"})
+        config = AutoConfig.for_model(**{"model_type": "llama", **config})
     if LlamaConfig.describes(config.to_dict()):
         return Llama(config)
-    return HFBackbone(build_transformer(AutoModel, config))
+    return HFBackbone(build_transformer(transformers.AutoModel, config))
 
 
 def load_backbone(directory: Path, vocab_size: int) -> Any:
-    """The Transformer of a pretrained language model, without its output layer.
+    """A pretrained language model without its output layer, as a backbone.
 
     Its token embedding is `token_embedding`, with at least `vocab_size` rows.
     """
-    from transformers import AutoModel
-
     if (kind := model_type(directory)) in KINDS:
         raise UserError(f"{directory} holds {KINDS[kind]}, not a pretrained Transformer")
-    model = _from_pretrained(directory, AutoModel, unexpected_allowed=True)
+    model = _from_pretrained(directory, transformers.AutoModel, unexpected_allowed=True)
     if model.get_input_embeddings().num_embeddings < vocab_size:
-        model.resize_token_embeddings(vocab_size, mean_resizing=False)  # for special tokens that were added
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)  # room for added special tokens
     if not LlamaConfig.describes(model.config.to_dict()):
         return HFBackbone(model)
     backbone = Llama(LlamaConfig(**model.config.to_dict()))
@@ -320,26 +306,25 @@ def load_backbone(directory: Path, vocab_size: int) -> Any:
 
 
 def _from_pretrained(directory: Path, cls: Any, unexpected_allowed: bool = False) -> Any:
-    """In fp32, whatever was saved."""
+    """Load a model in fp32; missing, mismatched and, unless allowed, unexpected weights are an error."""
     try:
         model, info = cls.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
-    except Exception as error:  # transformers and safetensors raise many kinds for a broken directory
-        reason = (str(error) or repr(error)).splitlines()[0]
-        raise UserError(f"the model in {directory} cannot be read: {reason}") from error
+    except Exception as error:  # transformers and safetensors raise errors of many types for a broken directory
+        raise UserError(f"the model in {directory} cannot be read: {one_line(error)}") from error
     kinds = ("missing_keys", "mismatched_keys", *(() if unexpected_allowed else ("unexpected_keys",)))
     if wrong := [name for kind in kinds for name in info[kind]]:
         raise UserError(f"the weights in {directory} do not fit their config.json: {', '.join(map(str, wrong[:3]))}")
     return model
 
 
-# ----------------------------------------------------------------------------------------- softmax models, not Llamas
+# ------------------------------------------------------------------------------------ other Transformers than Llamas
 
 
 class HFTransformer(_HFModule):
     """Any causal language model of transformers behind the interface of `calm.transformer.Transformer`.
 
-    What the backbone returns as hidden states are the logits: some architectures scale or cap them after the output
-    projection.
+    As a backbone it returns logits instead of hidden states, since some architectures scale or cap logits after the
+    output projection.
     """
 
     chunk_size = 1
@@ -388,7 +373,7 @@ class HFTransformer(_HFModule):
     ) -> Any:
         """Logits of embeddings (B, L, H); of token ids (B, L, 1) the training loss, as in `Transformer.forward`."""
         if chunks.is_floating_point():
-            return _call_transformers(self.wrapped, chunks, positions, mask, cache).logits
+            return self.call(chunks, positions, mask, cache).logits
         labels = chunks[:, 1:, 0]
         counted = torch.ones_like(labels, dtype=torch.float32) if targets is None else targets[:, 1:].float()
         logits = self.wrapped(input_ids=chunks[:, :-1, 0], use_cache=False).logits.float()
@@ -412,15 +397,11 @@ class HFTransformer(_HFModule):
 
 
 def load_hf_transformer(directory: Path) -> HFTransformer:
-    from transformers import AutoModelForCausalLM
-
-    return HFTransformer(_from_pretrained(directory, AutoModelForCausalLM)).eval()
+    return HFTransformer(_from_pretrained(directory, transformers.AutoModelForCausalLM)).eval()
 
 
 def build_hf_transformer(config: PretrainedConfig) -> HFTransformer:
-    from transformers import AutoModelForCausalLM
-
-    return HFTransformer(build_transformer(AutoModelForCausalLM, config))
+    return HFTransformer(build_transformer(transformers.AutoModelForCausalLM, config))
 
 
 # ------------------------------------------------------------------------------------------------------------ models
@@ -481,6 +462,16 @@ class ChunkAutoencoder(Autoencoder, _PreTrained):
         return AutoencoderOutput(**output)  # pyright: ignore[reportArgumentType]
 
 
+UNSUPPORTED = {
+    "num_beams": "beam search needs probabilities of texts, which a CALM model does not have",
+    "do_sample": "a CALM model always samples; a low temperature, such as 0.1, comes close to greedy decoding",
+    "output_logits": "a CALM model has no logits",
+    "output_scores": "a CALM model has no scores of tokens",
+    "logprobs": "log-probabilities exist with the method 'mixture' only; calm.generate.sampler returns them",
+    "repetition_penalty": "a CALM model has no token probabilities that could be lowered",
+}
+
+
 class CalmForCausalLM(Calm, _PreTrained):
     """The language model of §3 as a model of transformers.
 
@@ -516,7 +507,7 @@ class CalmForCausalLM(Calm, _PreTrained):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As for any model; reads directories of older versions, too."""
+        """As for any model; also loads directories that older versions saved."""
         mapping = {f"^{old}$": new for old, new in RENAMED_WEIGHTS.items()}
         loaded: Any = super().from_pretrained(
             *args, key_mapping=mapping | (kwargs.pop("key_mapping", None) or {}), **kwargs
@@ -546,9 +537,78 @@ class CalmForCausalLM(Calm, _PreTrained):
             )
         return input_ids.unflatten(-1, (-1, size))
 
-    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
-        """Continue prompts (B, T); see `calm.hf.generate` for the options."""
-        return generate(self, input_ids, attention_mask, **options)
+    def generate(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int = DEFAULT_NEW_TOKENS,
+        stop: Many[Many[int]] = (),
+        generator: torch.Generator | None = None,
+        streamer: Any = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Continue prompts, with the interface of transformers' `generate`.
+
+        Args:
+            input_ids: prompts (B, T).
+            attention_mask: (B, T), 0 for padding, which may be before or after a prompt.
+            stop: sequences of token ids that end a continuation; they are not part of it.
+            streamer: receives the prompt, then the chunks as they are generated; for a single prompt only.
+            options: fields of `SamplingParams`: temperature, num_candidates, method, and so on.
+
+        Returns:
+            Prompts with their continuations (B, T + new), without end tokens; shorter ones are padded.
+        """
+        from calm.generate.engine import Engine, Sequence
+
+        params = _sampling_params(options)
+        eos, *other_ends = self._special_ids("eos_token_id", eos_token_id)
+        pad = self._special_ids("pad_token_id", pad_token_id)[0]
+        stops = [*_token_lists(stop), *([other] for other in other_ends)]
+        if input_ids.ndim != 2 or not len(input_ids):
+            raise ConfigError(f"input_ids should have the shape (B, T), not {tuple(input_ids.shape)}")
+        _check_shape("attention_mask", attention_mask, input_ids)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if streamer is not None and len(input_ids) > 1:
+            raise ConfigError(f"a streamer takes one text, not {len(input_ids)}")
+        prompts = [row[valid.bool()].tolist() for row, valid in zip(input_ids, mask, strict=True)]
+        device = None if generator is None else generator.device
+        seeds = torch.randint(2**62, (len(prompts),), generator=generator, device=device).tolist()
+        sequences = [
+            Sequence(prompt, seed, max_new_tokens, params) for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        engine = Engine(self, eos, pad)
+        engine.add(sequences)
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        streamed = 0
+        while engine.waiting or engine.running:
+            for sequence, _, _ in engine.step():
+                if (end := _find_stop(sequence.output_ids, stops)) is not None:
+                    sequence.output_ids = sequence.output_ids[:end]
+                    engine.remove([sequence])
+            if streamer is not None:
+                output = sequences[0].output_ids
+                certain = len(output) - (_partial_stop(output, stops) if engine.running else 0)
+                if certain > streamed:
+                    streamer.put(torch.tensor(output[streamed:certain]))
+                    streamed = certain
+        if streamer is not None:
+            streamer.end()
+        if warning := engine.stats.warning(sequences[0].params):
+            warnings.warn(warning, CalmWarning, stacklevel=2)
+        outputs = pad_sequence([torch.tensor(s.output_ids, dtype=torch.long) for s in sequences], True, pad)
+        return torch.cat([input_ids, outputs.to(input_ids.device)], dim=1)
+
+    def _special_ids(self, name: str, given: int | list[int] | None) -> list[int]:
+        """The ids of a special token; a config.json may contain several."""
+        ids = given if given is not None else getattr(self.config, name, None)
+        if ids is None:
+            raise ConfigError(f"the model's config.json has no {name}; pass it to generate")
+        return list(ids) if isinstance(ids, list | tuple) else [int(ids)]
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -564,13 +624,18 @@ class CalmForCausalLM(Calm, _PreTrained):
 
         Args:
             input_ids: (B, T), T a multiple of K.
-            labels: the ids themselves; -100 where not to learn. A chunk counts if any of its labels does, and if the
-                chunk before it is read.
+            labels: the ids themselves; -100 is ignored. A chunk counts in the loss if any of its labels does and the
+                chunk before it is not padding.
             attention_mask: (B, T), 0 for padding.
             past_key_values: from `model.backbone.new_cache()`.
             noise: one generator per row, to repeat a loss exactly.
         """
-        self._check_shapes(input_ids, labels, attention_mask)
+        _check_shape("labels", labels, input_ids)
+        _check_shape("attention_mask", attention_mask, input_ids)
+        if labels is not None and input_ids.shape[-1] < 2 * self.config.chunk_size:
+            raise ConfigError(
+                f"a loss needs at least two chunks of {self.config.chunk_size} tokens, one to read and one to predict"
+            )
         chunks, size = self.chunks(input_ids), self.config.chunk_size
         mask = None if attention_mask is None else chunk_mask(attention_mask, size)
         if labels is None:
@@ -582,92 +647,10 @@ class CalmForCausalLM(Calm, _PreTrained):
         output = super().forward(chunks, targets, mask, noise, vocabulary, num_chunks)
         return CalmOutput(loss=output["loss"])  # pyright: ignore[reportArgumentType]
 
-    def _check_shapes(self, input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor | None) -> None:
-        for name, given in (("labels", labels), ("attention_mask", attention_mask)):
-            if given is not None and given.shape != input_ids.shape:
-                raise ConfigError(f"{name} of shape {tuple(given.shape)} for input_ids of {tuple(input_ids.shape)}")
-        if labels is not None and input_ids.shape[-1] < 2 * self.config.chunk_size:
-            raise ConfigError(
-                f"a loss needs at least two chunks of {self.config.chunk_size} tokens, one to read and one to predict"
-            )
 
-
-# -------------------------------------------------------------------------------------------------------- generation
-
-UNSUPPORTED = {
-    "num_beams": "beam search needs probabilities of texts, which a CALM model does not have",
-    "do_sample": "a CALM model always samples; a low temperature, such as 0.1, comes close to greedy decoding",
-    "output_logits": "a CALM model has no logits",
-    "output_scores": "a CALM model has no scores of tokens",
-    "logprobs": "log-probabilities exist with the method 'mixture' only; calm.generate.sampler returns them",
-    "repetition_penalty": "a CALM model has no token probabilities that could be lowered",
-}
-
-
-def generate(
-    model: CalmForCausalLM,
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    *,
-    max_new_tokens: int = DEFAULT_NEW_TOKENS,
-    stop: Many[Many[int]] = (),
-    generator: torch.Generator | None = None,
-    streamer: Any = None,
-    eos_token_id: int | list[int] | None = None,
-    pad_token_id: int | None = None,
-    **options: Any,
-) -> Tensor:
-    """Continue prompts in the manner of transformers.
-
-    Args:
-        input_ids: prompts (B, T).
-        attention_mask: (B, T), 0 for padding, which may be before or after a prompt.
-        stop: sequences of token ids that end a text; they are not part of it.
-        streamer: gets the prompt, then chunk after chunk of a single text.
-        options: fields of `SamplingParams`: temperature, num_candidates, method, and so on.
-
-    Returns:
-        Prompts with their continuations (B, T + new), each cut before its end; shorter ones are padded.
-    """
-    from calm.generate.engine import Engine, Sequence
-
-    params = _sampling_params(options)
-    eos, *other_ends = _special_ids("eos_token_id", eos_token_id, model)
-    pad = _special_ids("pad_token_id", pad_token_id, model)[0]
-    stops = [*_token_lists(stop), *([other] for other in other_ends)]
-    if input_ids.ndim != 2 or not len(input_ids):
-        raise ConfigError(f"input_ids should have the shape (B, T), not {tuple(input_ids.shape)}")
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    if mask.shape != input_ids.shape:
-        raise ConfigError(f"attention_mask of shape {tuple(mask.shape)} for input_ids of {tuple(input_ids.shape)}")
-    if streamer is not None and len(input_ids) > 1:
-        raise ConfigError(f"a streamer takes one text, not {len(input_ids)}")
-    prompts = [row[valid.bool()].tolist() for row, valid in zip(input_ids, mask, strict=True)]
-    device = None if generator is None else generator.device
-    seeds = torch.randint(2**62, (len(prompts),), generator=generator, device=device).tolist()
-    sequences = [Sequence(prompt, seed, max_new_tokens, params) for prompt, seed in zip(prompts, seeds, strict=True)]
-    engine = Engine(model, eos, pad)
-    engine.add(sequences)
-    if streamer is not None:
-        streamer.put(input_ids.cpu())
-    streamed = 0
-    while engine.waiting or engine.running:
-        for sequence, _, _ in engine.step():
-            if (end := _find_stop(sequence.output_ids, stops)) is not None:
-                sequence.output_ids = sequence.output_ids[:end]
-                engine.remove([sequence])
-        if streamer is not None:
-            output = sequences[0].output_ids
-            certain = len(output) - (_partial_stop(output, stops) if engine.running else 0)
-            if certain > streamed:
-                streamer.put(torch.tensor(output[streamed:certain]))
-                streamed = certain
-    if streamer is not None:
-        streamer.end()
-    if warning := engine.stats.warning(sequences[0].params):
-        warnings.warn(warning, CalmWarning, stacklevel=3)
-    outputs = pad_sequence([torch.tensor(s.output_ids, dtype=torch.long) for s in sequences], True, pad)
-    return torch.cat([input_ids, outputs.to(input_ids.device)], dim=1)
+def _check_shape(name: str, given: Tensor | None, input_ids: Tensor) -> None:
+    if given is not None and given.shape != input_ids.shape:
+        raise ConfigError(f"{name} of shape {tuple(given.shape)} for input_ids of {tuple(input_ids.shape)}")
 
 
 def _sampling_params(options: dict[str, Any]) -> Any:
@@ -682,14 +665,6 @@ def _sampling_params(options: dict[str, Any]) -> Any:
     return SamplingParams(**{name: value for name, value in options.items() if name != "do_sample"})
 
 
-def _special_ids(name: str, given: int | list[int] | None, model: CalmForCausalLM) -> list[int]:
-    """Ids of a special token; a config.json may name several."""
-    ids = given if given is not None else getattr(model.config, name, None)
-    if ids is None:
-        raise ConfigError(f"the model's config.json has no {name}; pass it to generate")
-    return list(ids) if isinstance(ids, list | tuple) else [int(ids)]
-
-
 def _token_lists(stop: Any) -> list[list[int]]:
     if isinstance(stop, str) or not all(isinstance(ids, list | tuple) for ids in stop):
         raise ConfigError("stop takes lists of token ids, as tokenizer.encode returns; calm generate takes strings")
@@ -699,13 +674,12 @@ def _token_lists(stop: Any) -> list[list[int]]:
 
 
 def _find_stop(ids: list[int], stops: list[list[int]]) -> int | None:
-    """Where the first stop sequence begins."""
-    places = range(len(ids))
-    return next((place for place in places if any(s == ids[place : place + len(s)] for s in stops)), None)
+    """The position of the first stop sequence."""
+    return next((i for i in range(len(ids)) if any(ids[i : i + len(stop)] == stop for stop in stops)), None)
 
 
 def _partial_stop(ids: list[int], stops: list[list[int]]) -> int:
-    """How many tokens at the end may be the beginning of a stop sequence."""
+    """The number of tokens at the end that may be the beginning of a stop sequence."""
     return max((n for stop in stops for n in range(1, len(stop)) if ids[-n:] == stop[:n]), default=0)
 
 
@@ -720,11 +694,9 @@ def register_configs() -> None:
 
 def register_models() -> None:
     """Called when transformers' AutoModel classes are imported."""
-    from transformers import AutoModel, AutoModelForCausalLM
-
-    AutoModel.register(ChunkAutoencoderConfig, ChunkAutoencoder, exist_ok=True)
-    AutoModel.register(CalmConfig, CalmForCausalLM, exist_ok=True)
-    AutoModelForCausalLM.register(CalmConfig, CalmForCausalLM, exist_ok=True)
+    transformers.AutoModel.register(ChunkAutoencoderConfig, ChunkAutoencoder, exist_ok=True)
+    transformers.AutoModel.register(CalmConfig, CalmForCausalLM, exist_ok=True)
+    transformers.AutoModelForCausalLM.register(CalmConfig, CalmForCausalLM, exist_ok=True)
 
 
 register_configs()

@@ -1,12 +1,12 @@
-"""Checkpoints that the authors of CALM published, turned into ours. The only file with their names in it.
+"""Converts the checkpoints that the authors of CALM published. The only file that knows their names.
 
-A language-model directory holds the autoencoder's weights, but not its configuration: that is in a directory of its
-own. Every key is accounted for: read, known to be a copy or unused, or an error that names it.
+The directory of a language model has the autoencoder's weights, but not its configuration, which is in a directory of
+its own. Every key is accounted for: converted, known to be a copy or unused, or reported as an error.
 """
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,60 +17,59 @@ from torch import Tensor
 from calm.autoencoder import Autoencoder, AutoencoderConfig
 from calm.checkpoint import field_of, no_init, read_json, read_weights, save_model
 from calm.data.tokenizer import Tokenizer, load_tokenizer
-from calm.errors import UserError
+from calm.errors import UserError, one_line
 from calm.files import claimed, write_json
 from calm.llama import LlamaConfig
 from calm.model import Calm, PlainCalmConfig
 
 ARCHITECTURES = {"EnergyTransformer": "energy", "FlowTransformer": "flow", "DiffusionTransformer": "diffusion"}
 
-Names = Sequence[tuple[str, str | None]]
+Names = list[tuple[str, str]]
 
-INSIDE = "ae_model."  # what a language model's keys of its autoencoder begin with
-ENERGY_PREFIX = r"(?:mlp_generator|generative_head)\."
-FUSED = ENERGY_PREFIX + r"mlp_blocks\.\d+\.linears\.0\.weight"
+INSIDE = "ae_model."  # prefix of the autoencoder's keys in a language model
+FUSED = r"(?:mlp_generator|generative_head)\.mlp_blocks\.(\d+)\.linears\.0\.weight"
 
-# Their names → ours, as patterns over whole keys. A name that maps to None is stored by them and not used.
-LAYER = [
-    (r"layernorm\.weight", "norm.weight"),
-    (r"mlp\.(gate|up|down)_proj\.weight", r"\1.weight"),
-]
+# Their module names and ours; {} is a number. What follows a module's name in a key is the same.
+LAYER = [("layernorm", "norm"), ("mlp.gate_proj", "gate"), ("mlp.up_proj", "up"), ("mlp.down_proj", "down")]
 AUTOENCODER = [
-    (r"encoder\.embed_tokens\.weight", "embedding.weight"),
-    (r"encoder\.squeeze_layer\.(weight|bias)", r"encoder.squeeze.\1"),
-    (r"encoder\.norm\.weight", "encoder.norm.weight"),
-    (r"encoder\.hidden_to_latent\.(weight|bias)", r"encoder.posterior.\1"),
-    (r"decoder\.latent_to_hidden\.(weight|bias)", r"decoder.latent.\1"),
-    (r"decoder\.expand_layer\.(weight|bias)", r"decoder.expand.\1"),
-    (r"decoder\.norm\.weight", "decoder.norm.weight"),
+    ("encoder.embed_tokens", "embedding"),
+    ("encoder.squeeze_layer", "encoder.squeeze"),
+    ("encoder.norm", "encoder.norm"),
+    ("encoder.hidden_to_latent", "encoder.posterior"),
+    ("decoder.latent_to_hidden", "decoder.latent"),
+    ("decoder.expand_layer", "decoder.expand"),
+    ("decoder.norm", "decoder.norm"),
 ]
-EMBEDDING = [
-    (r"transformer\.embed_tokens\.weight", "chunk_embedding.tokens.weight"),
-    (r"embed_proj\.([023])\.(weight|bias)", r"chunk_embedding.compress.\1.\2"),
+BACKBONE = [
+    ("transformer.embed_tokens", "chunk_embedding.tokens"),
+    ("transformer.layers", "backbone.layers"),
+    ("transformer.norm", "backbone.norm"),
+    ("embed_proj", "chunk_embedding.compress"),
 ]
 ENERGY = [
-    (r"noise_embd\.(weight|bias)", r"noise.\1"),
-    (r"hidden_embd\.(weight|bias)", r"condition.\1"),
-    (r"norm_noise\.(weight|bias)", r"noise_norm.\1"),
-    (r"norm_hidden\.(weight|bias)", r"condition_norm.\1"),
-    (r"mlp_blocks\.(\d+)\.in_ln\.(weight|bias)", r"blocks.\1.norm.\2"),
-    (r"mlp_blocks\.(\d+)\.linears\.0\.bias", r"blocks.\1.fuse_condition.bias"),
-    (r"mlp_blocks\.(\d+)\.linears\.2\.(weight|bias)", r"blocks.\1.mix.\2"),
-    (r"mlp_blocks\.(\d+)\.linears\.4\.(weight|bias)", r"blocks.\1.gate_up.\2"),
-    (r"mlp_blocks\.(\d+)\.down_proj\.(weight|bias)", r"blocks.\1.down.\2"),
-    (r"final_layer\.in_ln\.(weight|bias)", r"norm.\1"),
-    (r"final_layer\.linears\.0\.(weight|bias)", r"mix.\1"),
-    (r"final_layer\.linears\.2\.(weight|bias)", r"latent.\1"),
+    ("noise_embd", "noise"),
+    ("hidden_embd", "condition"),
+    ("norm_noise", "noise_norm"),
+    ("norm_hidden", "condition_norm"),
+    ("mlp_blocks.{}.in_ln", "blocks.{}.norm"),
+    ("mlp_blocks.{}.linears.0", "blocks.{}.fuse_condition"),  # its weight is split: see _language_model_weights
+    ("mlp_blocks.{}.linears.0", "blocks.{}.fuse_state"),
+    ("mlp_blocks.{}.linears.2", "blocks.{}.mix"),
+    ("mlp_blocks.{}.linears.4", "blocks.{}.gate_up"),
+    ("mlp_blocks.{}.down_proj", "blocks.{}.down"),
+    ("final_layer.in_ln", "norm"),
+    ("final_layer.linears.0", "mix"),
+    ("final_layer.linears.2", "latent"),
 ]
 DENOISER = [
-    (r"time_embed\.mlp\.([02])\.(weight|bias)", r"time.\1.\2"),
-    (r"cond_embed\.(weight|bias)", r"condition.\1"),
-    (r"input_proj\.(weight|bias)", r"input.\1"),
-    (r"res_blocks\.(\d+)\.in_ln\.(weight|bias)", r"blocks.\1.norm.\2"),
-    (r"res_blocks\.(\d+)\.mlp\.([02])\.(weight|bias)", r"blocks.\1.mlp.\2.\3"),
-    (r"res_blocks\.(\d+)\.adaLN_modulation\.1\.(weight|bias)", r"blocks.\1.modulation.\2"),
-    (r"final_layer\.adaLN_modulation\.1\.(weight|bias)", r"modulation.\1"),
-    (r"final_layer\.linear\.(weight|bias)", r"output.\1"),
+    ("time_embed.mlp", "time"),
+    ("cond_embed", "condition"),
+    ("input_proj", "input"),
+    ("res_blocks.{}.in_ln", "blocks.{}.norm"),
+    ("res_blocks.{}.mlp", "blocks.{}.mlp"),
+    ("res_blocks.{}.adaLN_modulation.1", "blocks.{}.modulation"),
+    ("final_layer.adaLN_modulation.1", "modulation"),
+    ("final_layer.linear", "output"),
 ]
 
 
@@ -110,12 +109,12 @@ def import_language_model(directory: Path, autoencoder: Path) -> Calm:
 
 
 def _described(cls: Any, directory: Path, **fields: Any) -> Any:
-    """A configuration or a model; what its fields do not allow is the checkpoint's fault."""
+    """A configuration or a model from the fields of a checkpoint; invalid fields are a `UserError`."""
     try:
         return cls(**fields)
     except Exception as error:  # transformers checks with errors of several libraries
-        reason = " ".join(str(error).split()) or repr(error)
-        raise UserError(f"the config.json in {directory} describes no model that can be built: {reason}") from error
+        message = f"the config.json in {directory} describes no model that can be built: {one_line(error)}"
+        raise UserError(message) from error
 
 
 # --------------------------------------------------------------------------------------------------------------- names
@@ -130,70 +129,83 @@ class Weight(NamedTuple):
 def _autoencoder_weights(
     weights: dict[str, Tensor], fields: dict[str, Any], config: AutoencoderConfig
 ) -> Iterator[Weight]:
-    weights = dict(weights)
+    unused = tuple(  # an odd last layer is stored, but not used
+        f"{part}.{part}_layers.{count}."
+        for part, count in _layer_counts(config)
+        if _layers(fields, f"num_{part}_layers") > count
+    )
+    weights = {key: value for key, value in weights.items() if not key.startswith(unused)}
     embedding, output = "encoder.embed_tokens.weight", weights.pop("decoder.lm_head_weight", None)
     if output is not None and not torch.equal(weights.setdefault(embedding, output), output):
         raise UserError(f"decoder.lm_head_weight differs from {embedding}: they should be one matrix")
-    yield from _renamed(weights, _autoencoder_names(fields, config))
+    yield from _renamed(weights, _autoencoder_names(config))
 
 
-def _autoencoder_names(fields: dict[str, Any], config: AutoencoderConfig) -> Names:
-    names: list[tuple[str, str | None]] = [*AUTOENCODER]
-    for part, count in (("encoder", config.num_encoder_layers), ("decoder", config.num_decoder_layers)):
-        layers = rf"{part}\.{part}_layers\."
+def _layer_counts(config: AutoencoderConfig) -> list[tuple[str, int]]:
+    return [("encoder", config.num_encoder_layers), ("decoder", config.num_decoder_layers)]
+
+
+def _autoencoder_names(config: AutoencoderConfig) -> Names:
+    names = [*AUTOENCODER]
+    for part, count in _layer_counts(config):
         for number in range(count):
             half, place = divmod(number, count // 2)
             kind = ("token_layers", "chunk_layers")[half if part == "encoder" else 1 - half]
-            names += [(rf"{layers}{number}\.{theirs}", f"{part}.{kind}.{place}.{ours}") for theirs, ours in LAYER]
-        if _layers(fields, f"num_{part}_layers") > count:  # an odd last layer is stored, and not used
-            names += [(rf"{layers}{count}\.{theirs}", None) for theirs, _ in LAYER]
+            names += [
+                (f"{part}.{part}_layers.{number}.{theirs}", f"{part}.{kind}.{place}.{ours}") for theirs, ours in LAYER
+            ]
     return names
 
 
 def _language_model_weights(weights: dict[str, Tensor], head: str) -> Iterator[Weight]:
-    weights = dict(weights)
     if head == "energy":
-        _drop_copies(weights, "mlp_generator.", "generative_head.")
+        weights = _without_copies(weights)
         for key in [key for key in weights if re.fullmatch(FUSED, key)]:
-            (number,) = re.findall(r"mlp_blocks\.(\d+)", key)
-            fused = weights.pop(key)
-            width = fused.shape[-1] // 2  # theirs acts on state and condition, one after the other
+            number, fused = re.findall(FUSED, key)[0], weights.pop(key)
+            width = fused.shape[-1] // 2  # theirs acts on the concatenation of state and condition
             yield Weight(f"head.blocks.{number}.fuse_state.weight", key, fused[..., :width])
             yield Weight(f"head.blocks.{number}.fuse_condition.weight", key, fused[..., width:])
     yield from _renamed(weights, _language_model_names(head))
 
 
 def _language_model_names(head: str) -> Names:
-    backbone = (r"transformer\.((?:layers\.|norm\.).*)", r"backbone.\1")
-    prefix, ours_prefix, names = ENERGY_PREFIX, "head.", ENERGY
+    prefixes, ours_prefix, names = ("mlp_generator.", "generative_head."), "head.", ENERGY
     if head != "energy":
-        prefix, ours_prefix, names = r"generative_head\.net\.", "head.denoiser.", DENOISER
-    return [*EMBEDDING, backbone, *((prefix + theirs, ours_prefix + ours) for theirs, ours in names)]
+        prefixes, ours_prefix, names = ("generative_head.net.",), "head.denoiser.", DENOISER
+    return [*BACKBONE, *((prefix + theirs, ours_prefix + ours) for prefix in prefixes for theirs, ours in names)]
 
 
-def _drop_copies(weights: dict[str, Tensor], kept: str, copy: str) -> None:
-    """They save one module under two names."""
-    for key in [key for key in weights if key.startswith(copy)]:
-        original = kept + key.removeprefix(copy)
-        if original in weights:
-            if not torch.equal(weights[key], weights[original]):
+def _without_copies(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of an energy head, which the authors save under two names, under one of them."""
+    kept = dict(weights)
+    for key, value in weights.items():
+        original = key.replace("generative_head.", "mlp_generator.")
+        if key != original and original in weights:
+            if not torch.equal(value, weights[original]):
                 raise UserError(f"{key} should be a copy of {original}, but differs from it")
-            del weights[key]
+            del kept[key]
+    return kept
 
 
 def _renamed(weights: dict[str, Tensor], names: Names) -> Iterator[Weight]:
     for key, value in weights.items():
-        for theirs, ours in names:
-            if match := re.fullmatch(theirs, key):
-                if ours is not None:
-                    yield Weight(match.expand(ours), key, value)
-                break
-        else:
+        if (name := _translate(key, names)) is None:
             raise UserError(f"the checkpoint holds {key}, which belongs to no part of the model")
+        yield Weight(name, key, value)
+
+
+def _translate(key: str, names: Names) -> str | None:
+    """A key with its module renamed, or None for an unknown module."""
+    for old, new in names:
+        pattern = re.escape(old).replace(r"\{\}", r"(\d+)") + r"(\..+)"
+        if match := re.fullmatch(pattern, key):
+            *numbers, rest = match.groups()
+            return new.format(*numbers) + rest
+    return None
 
 
 def _filled(cls: Any, config: Any, converted: Iterable[Weight], directory: Path) -> Any:
-    """A model with these weights and no other; names and shapes are compared before anything large is made."""
+    """A model with exactly these weights; names and shapes are compared before memory is allocated."""
     weights = {weight.name: weight for weight in converted}
     with torch.device("meta"):
         expected = _described(cls, directory, config=config).state_dict()
@@ -214,29 +226,14 @@ def _filled(cls: Any, config: Any, converted: Iterable[Weight], directory: Path)
 
 
 def _their_name(name: str, config: Any) -> str:
-    """The key that would hold one of our weights: the names read backwards."""
-    prefix = ""
-    if isinstance(config, PlainCalmConfig):
-        if not name.startswith("autoencoder."):
-            fused = re.sub(
-                r"head\.blocks\.(\d+)\.fuse_\w+\.weight", r"mlp_generator.mlp_blocks.\1.linears.0.weight", name
-            )
-            return fused if fused != name else _backwards(name, _language_model_names(config.head))
-        prefix, name, config = INSIDE, name.removeprefix("autoencoder."), config.autoencoder_config
-    return prefix + _backwards(name, _autoencoder_names({}, config))
-
-
-def _backwards(name: str, names: Names) -> str:
-    for theirs, ours in names:
-        groups = re.findall(r"\((?!\?:)(?:[^()]|\(\?:[^()]*\))*\)", theirs)
-        pattern = re.escape(ours or "")
-        for number, group in enumerate(groups, 1):
-            pattern = pattern.replace(re.escape(rf"\{number}"), group)
-            theirs = theirs.replace(group, rf"\{number}", 1)
-        if match := re.fullmatch(pattern, name):
-            plain = re.sub(r"\(\?:([^|()]*)\|[^()]*\)", r"\1", theirs)  # of alternatives the first
-            return match.expand(plain.replace(r"\.", "."))
-    return name
+    """The authors' key for one of our weights."""
+    if isinstance(config, AutoencoderConfig):
+        names = _autoencoder_names(config)
+    elif name.startswith("autoencoder."):
+        return INSIDE + _their_name(name.removeprefix("autoencoder."), config.autoencoder_config)
+    else:
+        names = _language_model_names(config.head)
+    return _translate(name, [(ours, theirs) for theirs, ours in names]) or name
 
 
 # ------------------------------------------------------------------------------------------------------ configurations
@@ -282,11 +279,8 @@ def _llama_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_agreement(fields: dict[str, Any], config: AutoencoderConfig, directory: Path, autoencoder: Path) -> None:
-    for theirs, ours in (
-        ("patch_size", config.chunk_size),
-        ("latent_size", config.latent_size),
-        ("vocab_size", config.vocab_size),
-    ):
+    sizes = {"patch_size": config.chunk_size, "latent_size": config.latent_size, "vocab_size": config.vocab_size}
+    for theirs, ours in sizes.items():
         if fields.get(theirs, ours) != ours:
             raise UserError(
                 f"{directory} and {autoencoder} do not belong together: {theirs} is {fields[theirs]} and {ours}"
@@ -294,7 +288,7 @@ def _check_agreement(fields: dict[str, Any], config: AutoencoderConfig, director
 
 
 def _head(fields: dict[str, Any], weights: dict[str, Tensor], latent_size: int, directory: Path) -> Any:
-    """By the keys, which do not lie; the name of the architecture must agree where it is known."""
+    """The kind of head, from the keys; the architecture in config.json must agree if it is a known one."""
     if any(key.startswith(("mlp_generator.", "generative_head.noise_embd")) for key in weights):
         kind = "energy"
     elif (output := weights.get("generative_head.net.final_layer.linear.weight")) is not None:
@@ -323,16 +317,16 @@ def import_official(directory: Path, output: Path, autoencoder: Path | None = No
 
 
 def _tokenizer(place: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a directory; which ids end and pad is often said in config.json alone."""
+    """The tokenizer of a directory; often only config.json has the ids of its special tokens."""
     fields = _read_config(place)
-    ids = {"eos_token": fields.get("eos_token_id"), "pad_token": fields.get("pad_token_id")}
+    ids = {role: fields.get(f"{role}_id") for role in ("eos_token", "pad_token")}
     known = {role: number for role, number in ids.items() if isinstance(number, int) and number < vocab_size}
     return load_tokenizer(str(place), known)
 
 
 @contextmanager
 def _new_directory(output: Path) -> Iterator[Path]:
-    """A directory that appears whole, or not at all."""
+    """A directory that appears under its name once it is complete."""
     if output.exists():
         raise UserError(f"{output} exists; name another directory")
     aside = output.with_name(output.name + ".writing")

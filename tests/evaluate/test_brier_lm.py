@@ -132,7 +132,7 @@ def test_every_start_is_in_exactly_one_window():
     for size in (3, 7, 8, 9, 20, 61, 64, 68, 69):
         tokens = np.arange(100, 100 + size)
         starts = []
-        for window in windows_of([Document(0, tokens)], length=16, min_tokens=2):
+        for window in windows_of([Document(0, tokens)], length=16):
             offset = int(window.tokens[0]) - 100
             starts += [offset + s for s in range(4, 17, 4) if s + 4 <= len(window.tokens)]
         assert starts == [s for s in range(4, size, 4) if s + 4 <= size]

@@ -11,7 +11,7 @@ from transformers import LlamaConfig as TransformersLlamaConfig
 
 from calm.errors import UserError
 from calm.evaluate import estimators as module
-from calm.evaluate.branches import Branches
+from calm.evaluate.branches import Branches, check_branches
 from calm.evaluate.estimators import PrefixEstimator, SampleEstimator, estimator_of
 from calm.hf import HFTransformer
 from calm.llama import LlamaConfig
@@ -312,7 +312,7 @@ def test_all_positions_are_used_and_no_more():
     tokens = torch.randint(30, (2, LENGTH + 4))
     with torch.no_grad():
         estimator = PrefixEstimator(HFTransformer(model).eval(), LENGTH, 64)
-        estimator.check()
+        check_branches(estimator.model)
         collision = estimator.estimate(tokens, RowNoise([0, 1])).collision
     assert (collision[:, -1, 3] > 0).all()
 
@@ -327,8 +327,8 @@ def test_architectures_without_branches_are_refused(kind):
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, vocab_size=30, initializer_range=0.5, **sizes[kind])
     model = HFTransformer(AutoModelForCausalLM.from_config(config)).eval()
-    with torch.no_grad(), pytest.raises(UserError, match="cannot be scored"):
-        PrefixEstimator(model, LENGTH, 2).check()
+    with pytest.raises(UserError, match="cannot be scored"):
+        check_branches(model)
 
 
 def test_samples_that_are_not_finite_are_refused():

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from calm import __version__
-from calm.console import SilentScreen
+from calm.console import StageScreen
 from calm.errors import UserError
 from calm.evaluate.brier_lm import BrierLM
 from calm.files import claimed
@@ -30,7 +30,7 @@ INPUT = EXPERIMENTS["model-input"]
 def output_dir(tmp_path_factory):
     """An output directory with one experiment."""
     output = tmp_path_factory.mktemp("reproduction") / "toy"
-    with reproduction(TOY, output, SilentScreen()) as reproduced:
+    with reproduction(TOY, output, StageScreen()) as reproduced:
         reproduced.run(INPUT)
         assert write_experiment(reproduced, INPUT)
         write_report(reproduced)
@@ -70,7 +70,7 @@ def test_output_files(output_dir):
 
 def test_scores_match_calm_evaluate(copy, calm):
     scale, run = replace(TOY, most_tokens=None, samples=2), TOY.calm()
-    with reproduction(scale, copy, SilentScreen()) as reproduced:
+    with reproduction(scale, copy, StageScreen()) as reproduced:
         reproduced._measure(scores(run, scale))
         answer = reproduced.results.find(scores(run, scale))
         assert answer is not None
@@ -92,7 +92,7 @@ def test_stored_results_are_reused(output_dir, monkeypatch):
     for name in ("train", "take", "prepare"):
         monkeypatch.setattr(module, name, fail)
     before = {path: path.stat().st_mtime_ns for path in output_dir.iterdir()}
-    with reproduction(TOY, output_dir, SilentScreen()) as reproduced:
+    with reproduction(TOY, output_dir, StageScreen()) as reproduced:
         reproduced.run(INPUT)
         assert not write_experiment(reproduced, INPUT)
     assert {path: path.stat().st_mtime_ns for path in output_dir.iterdir()} == before
@@ -104,7 +104,7 @@ def test_stored_results_suffice_without_runs(copy, monkeypatch):
         shutil.rmtree(copy / name)
     (copy / "model-input.png").unlink()
     monkeypatch.setattr(module, "train", None)
-    with reproduction(TOY, copy, SilentScreen()) as reproduced:
+    with reproduction(TOY, copy, StageScreen()) as reproduced:
         write_report(reproduced)  # the figure is missing
         assert "data:image/png" in (copy / "report.html").read_text()
         reproduced.run(INPUT)
@@ -114,7 +114,7 @@ def test_stored_results_suffice_without_runs(copy, monkeypatch):
 
 def test_report_skips_experiments_with_pending_measures(copy):
     """As with the results of an older version with fewer measures."""
-    with reproduction(TOY, copy, SilentScreen()) as reproduced:
+    with reproduction(TOY, copy, StageScreen()) as reproduced:
         write_report(reproduced)
         assert 'id="model-input"' in (copy / "report.html").read_text()
         seed = reproduced._repeats(INPUT)[-1]
@@ -135,7 +135,7 @@ def test_longer_run_extends_shorter_run_with_identical_weights(copy, tmp_path, m
     monkeypatch.setattr(module, "train", watched)
     weights = []
     for runs in ((half, whole), (whole,)):
-        with reproduction(TOY, copy, SilentScreen()) as reproduced:
+        with reproduction(TOY, copy, StageScreen()) as reproduced:
             for run in runs:
                 reproduced._train(run)
             weights.append(load_file(reproduced.directory(whole) / "model" / "model.safetensors"))
@@ -154,7 +154,7 @@ def test_interrupted_run_is_continued_with_resume(copy, monkeypatch):
         real(*args, **kwargs)
         raise TrainingStopped("stopped: saved at step 20", 15)
 
-    with reproduction(TOY, copy, SilentScreen()) as reproduced:
+    with reproduction(TOY, copy, StageScreen()) as reproduced:
         directory = reproduced.directory(run)
         monkeypatch.setattr(module, "train", stopped)
         with pytest.raises(TrainingStopped, match="repeat the command with --resume to continue"):
@@ -163,7 +163,7 @@ def test_interrupted_run_is_continued_with_resume(copy, monkeypatch):
         monkeypatch.setattr(module, "train", real)
         with pytest.raises(UserError, match="unfinished run; continue it with --resume"):
             reproduced._train(run)
-    with reproduction(TOY, copy, SilentScreen(), resume=True) as reproduced:
+    with reproduction(TOY, copy, StageScreen(), resume=True) as reproduced:
         reproduced._train(run)
     assert (directory / "model" / "config.json").exists()
 
@@ -173,7 +173,7 @@ def test_divergence_is_stored_as_a_result(copy, monkeypatch):
         raise Diverged("10 steps in a row had a loss that is not finite")
 
     measure = scores(TOY.calm({"language_model.alpha": 0.5}), TOY)
-    with reproduction(TOY, copy, SilentScreen()) as reproduced:
+    with reproduction(TOY, copy, StageScreen()) as reproduced:
         monkeypatch.setattr(module, "train", diverge)
         reproduced._measure(measure)
         answer = reproduced.results.find(measure)
@@ -184,19 +184,19 @@ def test_divergence_is_stored_as_a_result(copy, monkeypatch):
 def test_output_of_another_version(copy):
     text = (copy / "results.json").read_text()
     (copy / "results.json").write_text(text.replace(f'"calm": "{__version__}"', '"calm": "0.0.1"', 1))
-    with reproduction(TOY, copy, SilentScreen()) as reproduced:  # finished runs are reused
+    with reproduction(TOY, copy, StageScreen()) as reproduced:  # finished runs are reused
         assert reproduced.results.created_by == "0.0.1"
     (copy / "runs" / "half").mkdir()
     with (
         pytest.raises(UserError, match=r"unfinished runs of calm 0.0.1 \(half\)"),
-        reproduction(TOY, copy, SilentScreen()),
+        reproduction(TOY, copy, StageScreen()),
     ):
         pass
     (copy / "results.json").write_text(text.replace('"format": 1', '"format": 99', 1))
-    with pytest.raises(UserError, match="has format 99, not 1"), reproduction(TOY, copy, SilentScreen()):
+    with pytest.raises(UserError, match="has format 99, not 1"), reproduction(TOY, copy, StageScreen()):
         pass
     (copy / "results.json").write_text(text[: len(text) // 2])
-    with pytest.raises(UserError, match="cannot read"), reproduction(TOY, copy, SilentScreen()):
+    with pytest.raises(UserError, match="cannot read"), reproduction(TOY, copy, StageScreen()):
         pass
 
 
@@ -208,7 +208,7 @@ def test_full_disk(copy, monkeypatch):
     monkeypatch.setattr("calm.paper.results.write_atomic", full)
     with (
         pytest.raises(UserError, match="no space left on the device of .*; free some space and continue with --resume"),
-        reproduction(TOY, copy, SilentScreen()) as reproduced,
+        reproduction(TOY, copy, StageScreen()) as reproduced,
     ):
         reproduced.run(EXPERIMENTS["main"])
     assert (copy / "results.json").read_bytes() == before

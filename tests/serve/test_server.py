@@ -6,11 +6,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from calm.commands import serve as serve_command
+from calm.cli import serve as serve_command
 from calm.errors import UserError
 from calm.generate.sampler import SamplingParams
 from calm.serve import run
-from calm.serve.limits import Limits
 from tests.serve.conftest import wait_for
 
 
@@ -356,7 +355,7 @@ def test_bind_addresses():
 
 def test_command_errors(calm, models):
     def serve(model: str | Path, host: str = "127.0.0.1", keys: tuple[str, ...] = ()) -> None:
-        serve_command.serve(Path(model), None, host, 0, list(keys), False, Limits())
+        serve_command(Path(model), host=host, port=0, api_key=list(keys))
 
     with pytest.raises(UserError, match="is not a model directory"):
         serve("nowhere")

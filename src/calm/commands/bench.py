@@ -1,9 +1,5 @@
 """The `calm bench` command: runs benchmarks and prints medians with minimum and maximum."""
 
-import sys
-from collections.abc import Iterator
-from contextlib import nullcontext
-
 import torch
 from rich.table import Table
 
@@ -41,18 +37,13 @@ def bench(what: str, size: str, rounds: int, as_json: bool) -> None:
         if what == ALL and kind == "memory" and size != "laptop":
             continue
         console.stderr.print(f"{kind} …")
-        rows = list(_with_status(KINDS[kind](size, rounds, limits)))
+        with console.stderr.status("measuring"):
+            rows = list(KINDS[kind](size, rounds, limits))
         results[kind] = [row._asdict() for row in rows]
         if not as_json:
             console.stdout.print(_table(f"{kind}, size {size}, median of {rounds} rounds", rows))
     if as_json:
         console.print_json({"machine": description, "size": size, "rounds": rounds, **results})
-
-
-def _with_status(rows: Iterator[Row]) -> Iterator[Row]:
-    """Show a spinner while the rows are measured."""
-    with console.stderr.status("measuring") if sys.stderr.isatty() else nullcontext():
-        yield from rows
 
 
 def _table(title: str, rows: list[Row]) -> Table:

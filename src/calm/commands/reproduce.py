@@ -1,6 +1,5 @@
 """The `calm reproduce` command: selects experiments, runs them and prints verdicts."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +48,13 @@ def reproduce(
 ) -> None:
     experiments = _select(name, scale)
     output = output or Path("reproduction") / scale.directory
-    is_main = os.environ.get("RANK", "0") == "0"
-    screen = console.StageScreen() if is_main else console.SilentScreen()
+    screen = console.StageScreen()
     if plan:
         with process_group() as world:
             print_plan(experiments, Reproduction(scale, output, screen, world, data=data))
         return
     with reproduction(scale, output, screen, data=data, resume=resume) as run:
+        is_main = run.world.is_main
         if scale.name == "paper" and is_main:
             print_plan(experiments, run)
         new = False
@@ -65,9 +64,11 @@ def reproduce(
         if is_main and (new or not (output / REPORT).exists()):
             write_report(run)
         stored = run.results.experiments
-    if is_main and as_json:
+    if not is_main:
+        return
+    if as_json:
         console.print_json({experiment.name: stored[experiment.name] for experiment in experiments})
-    elif is_main:
+    else:
         for experiment in experiments:
             show(experiment, stored[experiment.name])
         console.stdout.print(f"Tables, figures and {REPORT} are in {output}", soft_wrap=True)

@@ -1,7 +1,7 @@
-"""Continuations of every position of some texts at once, on one shared cache.
+"""Continuations of every position of some texts at once, on one shared cache (tree attention).
 
-The texts are read once. A branch starts at a position of a text, or at another branch: it attends to what that has
-seen, and to itself. All branches of a generation are computed in one forward pass; the mask says who attends to whom.
+The texts are read once. A branch starts at a position of a text, or at another branch: it attends to everything its
+parent attends to, and to itself. All branches of a generation are computed in one forward pass with a mask.
 
     text           s0 ── s1 ── s2 ── s3       columns 0 … 3 of the cache
                     │           │
@@ -9,7 +9,7 @@ seen, and to itself. All branches of a generation are computed in one forward pa
                                 │
     generation 2               b2             column 6:      b2 attends to s0, s1, s2, a2, and b2
 
-Only branches that can still count go on, so most generations are small.
+Only branches that can still count are continued, so most generations are small.
 """
 
 from typing import Any
@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from calm.errors import UserError
+from calm.model import LanguageModel
 from calm.noise import RowNoise
+from calm.scores.brier import MAX_NGRAM
 
-TOLERANCE = 1e-3  # of the largest state: how closely a branch must agree with a text that is read anew
+TOLERANCE = 1e-3  # relative to the largest state: for a branch compared with the same text read from the start
 
 
 class Branches:
@@ -69,22 +71,27 @@ class Branches:
         return pad_sequence(list(values.split(self.counts)), batch_first=True)
 
 
-def check_branches(backbone: Any, embeddings: Tensor) -> None:
-    """Raise if a model cannot be continued in branches: it has a recurrent state, or counts columns of the cache.
+@torch.no_grad()
+def check_branches(model: LanguageModel) -> None:
+    """Raise if a model with K < 4 does not support branches: it has a recurrent state, or counts the cache's columns.
 
-    Of `embeddings` (1, 6, H) four are read; two branches are compared with texts that are read anew.
+    Four chunks are read and continued in two branches, which are compared with texts that are read from the start.
     """
+    if model.chunk_size >= MAX_NGRAM:  # its chunks are never continued
+        return
+    chunks = torch.arange(6 * model.chunk_size, device=model.device) % model.vocab_size
+    embeddings = model.embed(chunks.view(1, 6, -1))
     try:
-        branches = Branches(backbone)
+        branches = Branches(model.backbone)
         branches.read(embeddings[:, :4])
         branches.plant(0, 4)
         branches.grow(torch.tensor([1, 3], device=embeddings.device), embeddings[0, [4, 4]])
         states = branches.grow(torch.tensor([0, 1], device=embeddings.device), embeddings[0, [5, 5]])
         for state, places in zip(states, ([0, 1, 4, 5], [0, 1, 2, 3, 4, 5]), strict=True):
-            anew = Branches(backbone).read(embeddings[:, places])[0, -1]
+            anew = Branches(model.backbone).read(embeddings[:, places])[0, -1]
             if not torch.allclose(state, anew, rtol=0, atol=TOLERANCE * float(anew.abs().max())):
-                raise ValueError("continued in branches it has other hidden states")
-    except Exception as error:  # an architecture without such a cache fails in its own way
+                raise ValueError("its hidden states are different in branches")
+    except Exception as error:  # architectures without such a cache raise errors of many types
         raise UserError(f"models of this kind cannot be scored at K < 4 or with a softmax: {error}") from error
 
 

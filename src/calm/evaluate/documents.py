@@ -9,7 +9,7 @@ import numpy as np
 
 from calm.data.chunks import close_document
 from calm.data.corpus import BadDocument, documents, open_sources
-from calm.data.shards import PreparedData, TokenStream
+from calm.data.shards import PreparedData
 from calm.data.tokenizer import Tokenizer
 from calm.errors import DataError
 from calm.scores.brier import MAX_NGRAM
@@ -24,8 +24,8 @@ class Document(NamedTuple):
 class Window:
     """`length` tokens to read, and the MAX_NGRAM tokens after them.
 
-    Scores start at K, 2K, …, `length`, so each start is in exactly one window. The next window begins at `length` and
-    has no other context.
+    Scores start at K, 2K, …, `length`, so each start is in exactly one window. The next window begins at `length`,
+    without the tokens before it as context.
     """
 
     number: int  # seeds the noise
@@ -33,19 +33,19 @@ class Window:
     tokens: np.ndarray  # at most length + MAX_NGRAM
 
 
-def documents_of(stream: TokenStream) -> Iterator[Document]:
-    for number in range(len(stream.document_lengths)):
-        first, last = stream.document_range(number)
-        yield Document(number, np.asarray(stream[first:last], dtype=np.int64))
+def windows_of(
+    documents: Iterable[Document], length: int, shifts: range = range(1), pad_token_id: int = 0
+) -> Iterator[Window]:
+    """The windows of every document, once for each number of padding tokens at its front.
 
-
-def windows_of(documents: Iterable[Document], length: int, min_tokens: int) -> Iterator[Window]:
-    """Windows with at least `min_tokens` tokens; shorter ones have nothing to score."""
-    number = 0
+    Windows have at least two tokens, the minimum for a likelihood.
+    """
     for document in documents:
-        for begin in range(0, max(len(document.tokens) - min_tokens + 1, 0), length):
-            yield Window(number, document.number, document.tokens[begin : begin + length + MAX_NGRAM])
-            number += 1
+        for shift in shifts:
+            tokens = np.concatenate([np.full(shift, pad_token_id), document.tokens])
+            for index, begin in enumerate(range(0, len(tokens) - 1, length)):
+                number = (document.number << 32) + index * len(shifts) + shift
+                yield Window(number, document.number, tokens[begin : begin + length + MAX_NGRAM])
 
 
 class EvaluationText:
@@ -56,7 +56,7 @@ class EvaluationText:
         self.prepared = PreparedData(data) if data.is_dir() else None
         if self.prepared is not None and self.prepared.tokenizer.sha256 != tokenizer.sha256:
             raise DataError(f"{data} was prepared with another tokenizer than the model's")
-        self.tokens: int | None = None  # known beforehand, or once all of a file was read
+        self.tokens: int | None = None  # known in advance, or once a file was read to its end
         self.bytes = 0
         if self.prepared is not None:
             self.tokens = len(self.prepared.split(split))
@@ -65,7 +65,10 @@ class EvaluationText:
     def documents(self) -> Iterator[Document]:
         """All documents, in order."""
         if self.prepared is not None:
-            yield from documents_of(self.prepared.split(self.split))
+            stream = self.prepared.split(self.split)
+            for number in range(len(stream.document_lengths)):
+                first, last = stream.document_range(number)
+                yield Document(number, np.asarray(stream[first:last], dtype=np.int64))
             return
         number = self.bytes = tokens = 0
         for source in open_sources([str(self.data)]):

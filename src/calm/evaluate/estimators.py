@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from calm.evaluate.branches import Branches, BranchNoise, check_branches
+from calm.evaluate.branches import Branches, BranchNoise
 from calm.generate.engine import prepare_inference
 from calm.heads.base import check_finite
 from calm.model import LanguageModel
@@ -50,11 +50,6 @@ class SampleEstimator:
     def __init__(self, model: LanguageModel, length: int, num_samples: int, num_latents: int = 0):
         self.model, self.length, self.num_samples, self.num_latents = model, length, num_samples, num_latents
         self.chunk_size = model.chunk_size
-
-    def check(self) -> None:
-        if self.chunk_size < MAX_NGRAM:
-            chunks = torch.arange(6 * self.chunk_size, device=self.model.device) % self.model.vocab_size
-            check_branches(self.model.backbone, self.model.embed(chunks.view(1, 6, self.chunk_size)))
 
     def elements_per_row(self) -> int:
         """Numbers of the largest tensor per row: hidden states of samples."""
@@ -147,10 +142,6 @@ class PrefixEstimator:
     def __init__(self, model: LanguageModel, length: int, num_samples: int):
         """One sampled prefix takes the place of a pair of samples."""
         self.model, self.length, self.num_prefixes = model, length, num_samples // 2
-
-    def check(self) -> None:
-        tokens = torch.arange(6, device=self.model.device) % self.model.vocab_size
-        check_branches(self.model.backbone, self.model.embed(tokens.view(1, 6, 1)))
 
     def elements_per_row(self) -> int:
         """Numbers of the largest tensor per row: a softmax for every position or branch."""

@@ -10,6 +10,7 @@ The noise of a window follows from the seed and the window's number, so neither 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -47,15 +48,17 @@ class Likelihood:
             self.nats += row[:known].double().sum().item()
             self.tokens += known
 
-    def merge(self, other: "Likelihood") -> None:
-        self.nats += other.nats
-        self.tokens += other.tokens
-
 
 @dataclass
 class Evaluation:
     brier: BrierLM = field(default_factory=BrierLM)
     likelihood: Likelihood = field(default_factory=Likelihood)
+
+    def merge(self, other: "Evaluation") -> None:
+        """Add the sums of another process."""
+        self.brier.merge([other.brier])
+        self.likelihood.nats += other.likelihood.nats
+        self.likelihood.tokens += other.likelihood.tokens
 
 
 @torch.no_grad()
@@ -73,7 +76,7 @@ def evaluate_documents(
     world_size: int = 1,
     report: Callable[[int], None] = lambda tokens: None,
 ) -> Evaluation:
-    """Score every start; with `positions="shared"` every `unit` tokens. Processes take turns at the windows."""
+    """Score every start; with `positions="shared"` every `unit` tokens. Windows are distributed over the processes."""
     size, evaluation = estimator.chunk_size, Evaluation()
     stride = unit if positions == "shared" else size
     if unit % size or estimator.length % stride:
@@ -81,9 +84,8 @@ def evaluate_documents(
             f"chunks of {size}, starts every {unit}, and a context of {estimator.length} tokens do not fit together"
         )
     shifts = range(size if positions == "every" else 1)
-    windows = _windows(documents, estimator.length, shifts, pad_token_id)
-    mine = (window for number, window in enumerate(windows) if number % world_size == rank)
-    for batch in _batches(mine, batch_size):
+    windows = windows_of(documents, estimator.length, shifts, pad_token_id)
+    for batch in _batches(islice(windows, rank, None, world_size), batch_size):
         tokens = np.full((len(batch), estimator.length + MAX_NGRAM), pad_token_id, dtype=np.int64)
         for row, window in zip(tokens, batch, strict=True):
             row[: len(window.tokens)] = window.tokens
@@ -102,24 +104,9 @@ def evaluate_documents(
     return evaluation
 
 
-def _windows(documents: Iterable[Document], length: int, shifts: Sequence[int], pad_token_id: int) -> Iterator[Window]:
-    """The windows of every document, once for each shift of its beginning. Two tokens are enough for a likelihood."""
-    for document in documents:
-        for shift in shifts:
-            moved = np.concatenate([np.full(shift, pad_token_id), document.tokens])
-            for window in windows_of([Document(document.number, moved)], length, 2):
-                number = (document.number << 32) + window.number * len(shifts) + shift
-                yield Window(number, document.number, window.tokens)
-
-
-def _batches(things: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    batch: list[Any] = []
-    for thing in things:
-        batch.append(thing)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
+def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
         yield batch
 
 
@@ -134,8 +121,8 @@ def evaluate_sampler(
     """BrierLM of anything that can continue a text.
 
     Args:
-        draw_continuations: draw_continuations(prefixes, num_samples) gets lists of token ids and returns ids
-            (len(prefixes), num_samples, 4), all drawn independently.
+        draw_continuations: draw_continuations(prefixes, num_samples) takes lists of token ids and returns ids
+            (len(prefixes), num_samples, 4), all sampled independently.
         documents: token ids of each document.
         num_samples: continuations per prefix, at least 2.
         stride: scores start at `stride`, 2·stride, … of every document.

@@ -1,7 +1,7 @@
 """Tasks of lm_eval (extra `eval`). Importing this module registers the model type `calm`.
 
-generate_until samples at the temperature that a task asks for, and close to 0 if it asks for greedy decoding. Tasks
-that need likelihoods get bounds from models without token probabilities; the results say so.
+generate_until samples at the temperature that a task asks for; for greedy decoding at a temperature close to 0. For
+models without token probabilities, likelihoods are bounds, and the results say so.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from calm.checkpoint import model_type
 from calm.distributed import default_device
-from calm.errors import UserError, did_you_mean
+from calm.errors import UserError, did_you_mean, one_line
 from calm.generate.engine import whole_chunks
 from calm.generate.mixture import Mixture
 from calm.generate.sampler import SamplingParams
@@ -37,7 +37,7 @@ MAX_ELEMENTS = 2**22  # probabilities held at once
 
 @register_model("calm")
 class HarnessModel(LM):
-    """A CALM model as lm_eval sees one: `lm_eval --model calm --model_args pretrained=DIR`."""
+    """A CALM model for lm_eval: `lm_eval --model calm --model_args pretrained=DIR`."""
 
     def __init__(
         self,
@@ -53,13 +53,12 @@ class HarnessModel(LM):
         self.model, self.tokenizer = self.generator.model, self.generator.tokenizer
         self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 8
         self.seed, self.num_latents = int(seed), int(num_latents)
-        self.bounded = False  # whether anybody requested for a likelihood
+        self.bounded = False  # whether a likelihood bound was computed
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         kinds: dict[tuple[int, float], list[int]] = {}  # tokens and temperature → numbers of requests
-        requested: list[Any] = [
-            normalize_gen_kwargs(dict(cast(Any, request.args)[1]), NEW_TOKENS) for request in requests
-        ]
+        arguments_of: list[Any] = [request.args for request in requests]  # prompt and options
+        requested: list[Any] = [normalize_gen_kwargs(dict(kwargs), NEW_TOKENS) for _, kwargs in arguments_of]
         for number, arguments in enumerate(requested):
             kinds.setdefault((int(arguments["max_gen_toks"]), _temperature(arguments)), []).append(number)
         answers = [""] * len(requests)
@@ -68,7 +67,7 @@ class HarnessModel(LM):
                 for first in range(0, len(numbers), self.batch_size):
                     batch = numbers[first : first + self.batch_size]
                     deltas = self.generator.stream(
-                        [self._end(self.tokenizer.encode(cast(Any, requests[n].args)[0]), new_tokens) for n in batch],
+                        [self._end(self.tokenizer.encode(arguments_of[n][0]), new_tokens) for n in batch],
                         SamplingParams(temperature),
                         max_new_tokens=new_tokens,
                         stops=[[stop for stop in requested[n].get("until") or [] if stop] for n in batch],
@@ -90,7 +89,7 @@ class HarnessModel(LM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        """Of whole texts: pieces of half the positions, each with the half before it."""
+        """Log-likelihoods of whole texts, in pieces of half the positions, each with the text before it as context."""
         answers = []
         for number, request in enumerate(tqdm(requests, desc="bounds of likelihoods")):
             ids = self.tokenizer.encode(cast(Any, request.args)[0])
@@ -158,7 +157,7 @@ def continuation_log_likelihood(
 
 
 def _temperature(arguments: dict[str, Any]) -> float:
-    """What a task asks for, as far as it can be had."""
+    """The temperature that a task asks for, or the closest supported one."""
     requested = float(arguments.get("temperature", 1.0)) if arguments.get("do_sample") else 0.0
     return min(requested, 1.0) or GREEDY
 
@@ -168,7 +167,7 @@ def run_harness(
 ) -> dict[str, Any]:
     """Results of tasks (names, patterns, or YAML files) for a CALM or a softmax model.
 
-    Where a CALM model was requested for likelihoods, `likelihood_bound` says with how many latents they are bounded.
+    `likelihood_bound` in the results is the number of latents if likelihoods are bounds, and None otherwise.
     """
     files = [Path(task) for task in tasks if Path(task).is_file()]
     try:
@@ -192,15 +191,14 @@ def run_harness(
     except UserError:
         raise
     except Exception as error:  # data that cannot be fetched, a file that is no task, a model that cannot be read
-        reason = (str(error) or repr(error)).splitlines()[0]
-        raise UserError(f"lm_eval cannot run {', '.join(tasks)}: {reason}") from error
+        raise UserError(f"lm_eval cannot run {', '.join(tasks)}: {one_line(error)}") from error
     bounded = model.num_latents if getattr(model, "bounded", False) else None
     results = {"model": str(directory), "limit": limit, "seed": seed, "likelihood_bound": bounded}
     return results | {"tasks": evaluated["results"]}
 
 
 def _task_name(path: Path) -> str:
-    """What a task file calls itself; nothing in it is carried out here."""
+    """The name in a task file, which is parsed without executing its tags."""
     root = yaml.compose(path.read_text())
     for key, value in getattr(root, "value", []):
         if key.value == "task":

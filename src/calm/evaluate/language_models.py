@@ -8,12 +8,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from calm.checkpoint import ModelInfo, load_language_model, read_info
 from calm.data.tokenizer import load_tokenizer
 from calm.distributed import World
 from calm.errors import ConfigError, DataError, UserError
+from calm.evaluate.branches import check_branches
 from calm.evaluate.brier_lm import Score
 from calm.evaluate.documents import Document, EvaluationText
 from calm.evaluate.estimators import PrefixEstimator, SampleEstimator, estimator_of
@@ -42,7 +41,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Contender:
-    """A saved model that is scored; its weights are read when its turn comes."""
+    """A saved model to evaluate; its weights are loaded when its turn comes."""
 
     directory: Path
     name: str
@@ -56,7 +55,7 @@ class Contender:
         return self.info.chunk_size or 1
 
     def read(self, text: EvaluationText, max_tokens: int | None = None) -> Iterator[Document]:
-        """The documents, whose ids must be in the model's vocabulary; none that starts after `max_tokens`."""
+        """The documents that start before `max_tokens`, checked against the model's vocabulary."""
         before = 0
         for document in text.documents():
             if max_tokens is not None and before >= max_tokens:
@@ -78,18 +77,8 @@ class Contender:
         if options.int8:
             prepare_inference(model, int8=True)
         latents = int(options.positions != "every") if model.head.exact_likelihood else options.num_latents
-        estimator = estimator_of(model, length, options.num_samples, latents)
-        with torch.no_grad():
-            estimator.check()
-        return estimator
-
-
-@dataclass
-class Scored:
-    """What was measured of one model."""
-
-    evaluation: Evaluation
-    exact_likelihood: bool
+        check_branches(model)
+        return estimator_of(model, length, options.num_samples, latents)
 
 
 def evaluate_language_models(
@@ -120,8 +109,8 @@ def evaluate_language_models(
 
 def _evaluate(
     contender: Contender, text: EvaluationText, options: Options, unit: int, length: int, world: World, report: Report
-) -> Scored:
-    """The scores of one model over all processes."""
+) -> tuple[Evaluation, bool]:
+    """The scores of one model over all processes, and whether its likelihood is exact."""
     done = 0
 
     def count(tokens: int) -> None:
@@ -144,11 +133,10 @@ def _evaluate(
         world_size=world.size,
         report=count,
     )
-    for rank, (brier, likelihood) in enumerate(world.all_gather((evaluation.brier, evaluation.likelihood))):
+    for rank, other in enumerate(world.all_gather(evaluation)):
         if rank != world.rank:
-            evaluation.brier.merge([brier])
-            evaluation.likelihood.merge(likelihood)
-    return Scored(evaluation, estimator.model.head.exact_likelihood)
+            evaluation.merge(other)
+    return evaluation, estimator.model.head.exact_likelihood
 
 
 def _names(directories: list[Path]) -> list[str]:
@@ -167,17 +155,22 @@ def _length(contenders: list[Contender], unit: int, context: int | None) -> int:
 
 
 def _answer(
-    scored: dict[str, Scored],
+    scored: dict[str, tuple[Evaluation, bool]],
     contenders: list[Contender],
     text: EvaluationText,
     options: Options,
     unit: int,
     length: int,
 ) -> dict[str, Any]:
+    positions = {
+        "shared": f"starts at multiples of {unit}, shared by all models",
+        "own": "each model's own chunk boundaries",
+        "every": "every token",
+    }
     answer: dict[str, Any] = {
         "data": str(text.data),
         "split": text.split if text.prepared is not None else None,
-        "positions": _described(options.positions, unit),
+        "positions": positions[options.positions],
         "samples": options.num_samples,
         "context": length,
         "seed": options.seed,
@@ -187,31 +180,22 @@ def _answer(
         "warnings": [],
     }
     for contender in contenders:
-        evaluation = scored[contender.name].evaluation
+        evaluation, exact_likelihood = scored[contender.name]
         scores: dict[str, Any] = {"chunk_size": contender.info.chunk_size}
         scores |= _plain(evaluation.brier.compute(options.seed))
         if options.keep_sums:
             scores["sums"] = evaluation.brier.as_json()
         if evaluation.likelihood.tokens:
             likelihood = likelihood_measures(evaluation.likelihood, text.tokens or 0, text.bytes)
-            suffix = "" if scored[contender.name].exact_likelihood else "_bound"
+            suffix = "" if exact_likelihood else "_bound"
             scores |= {name + suffix: value for name, value in likelihood.items()}
         answer["models"][contender.name] = scores
         answer["warnings"] += [f"{contender.name}: {warning}" for warning in evaluation.brier.warnings()]
     if options.positions != "own" or len({contender.chunk_size for contender in contenders}) == 1:
         for first, second in combinations(scored, 2):
-            briers = (scored[name].evaluation.brier for name in (first, second))
-            difference = next(briers).compare(next(briers), options.seed)
+            difference = scored[first][0].brier.compare(scored[second][0].brier, options.seed)
             answer["differences"][f"{first} - {second}"] = _plain(difference)
     return answer
-
-
-def _described(positions: Positions, unit: int) -> str:
-    return {
-        "shared": f"starts at multiples of {unit}, shared by all models",
-        "own": "each model's own chunk boundaries",
-        "every": "every token",
-    }[positions]
 
 
 def _plain(scores: dict[str, Any]) -> dict[str, Any]:

@@ -10,26 +10,23 @@ def plot_robustness(measures: dict[str, Any], path: Path) -> None:
     """Accuracy under noise beyond the posterior's own."""
     points = measures["robustness"]
     scales = [point["extra_noise"] for point in points]
-    pyplot = _pyplot()
-    figure, axis = pyplot.subplots(figsize=(6, 4), constrained_layout=True)
+    figure = _figure((6, 4))
+    axis = figure.subplots()
     axis.plot(scales, [100 * p["token_accuracy"] for p in points], marker="o", label="tokens")
-    axis.plot(
-        scales, [100 * p["chunk_accuracy"] for p in points], marker="s", label=f"chunks of {measures['chunk_size']}"
-    )
+    chunks = [100 * p["chunk_accuracy"] for p in points]
+    axis.plot(scales, chunks, marker="s", label=f"chunks of {measures['chunk_size']}")
     axis.axvline(measures["mean_sigma"], color="grey", linestyle=":", label="mean sigma of the posterior")
-    axis.set_xlabel("standard deviation of extra noise on a posterior sample")
-    axis.set_ylabel("reconstructed (%)")
-    axis.set_ylim(0, 102)
+    xlabel = "standard deviation of extra noise on a posterior sample"
+    axis.set(xlabel=xlabel, ylabel="reconstructed (%)", ylim=(0, 102))
     axis.grid(alpha=0.3)
     axis.legend()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def plot_scores(answer: dict[str, Any], path: Path) -> None:
     """Brier-1 to Brier-4 and BrierLM of every model, with 95% intervals."""
-    pyplot = _pyplot()
-    figure, axis = pyplot.subplots(figsize=(7, 4), constrained_layout=True)
+    figure = _figure((7, 4))
+    axis = figure.subplots()
     names = [*(f"brier_{n}" for n in range(1, MAX_NGRAM + 1)), "brier_lm"]
     models = answer["models"]
     for number, (model, measures) in enumerate(models.items()):
@@ -48,7 +45,6 @@ def plot_scores(answer: dict[str, Any], path: Path) -> None:
     axis.grid(alpha=0.3, axis="y")
     axis.legend()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def _end(score: dict[str, Any], end: str) -> float:
@@ -56,10 +52,7 @@ def _end(score: dict[str, Any], end: str) -> float:
     return score["value"] if score[end] is None else score[end]
 
 
-def _pyplot() -> Any:
-    import matplotlib
+def _figure(size: tuple[float, float]) -> Any:
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    return Figure(figsize=size, layout="constrained")

@@ -27,7 +27,7 @@ async def create_completion(
     states = build_sequences(request, prompts, tokenizer, limits)
     try:
         for state in states:
-            scheduler.validate(state.sequence)
+            scheduler.engine.validate(state.sequence)
     except ConfigError as error:
         raise ApiError(400, str(error)) from error
     draws = sum(state.sequence.params.draws for state in states)

@@ -1,7 +1,12 @@
-"""Request limits of the server, and API errors in OpenAI's format."""
+"""Request limits of the server, the middleware that applies them to request bodies, and errors in OpenAI's format."""
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
+
+from prometheus_client import Counter
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MAX_QUOTED_CHARS = 100  # of client input in an error message
 
@@ -53,11 +58,71 @@ def error_body(message: str, error_type: str, param: str | None = None, code: st
     return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 
-def queue_full(message: str, retry_after: int = 1) -> ApiError:
-    headers = {"Retry-After": str(retry_after)}
-    return ApiError(429, message, error_type="rate_limit_error", code="queue_full", headers=headers)
+def queue_full(message: str) -> ApiError:
+    return ApiError(429, message, error_type="rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
 
 
 def shutting_down() -> ApiError:
     message = "the server is shutting down and accepts no new requests; retry later or use another replica"
     return ApiError(503, message, error_type="server_error", code="shutting_down", headers={"Retry-After": "5"})
+
+
+class BodyLimitMiddleware:
+    """Receives the whole request body, within size and time limits, before the application runs. Counts responses."""
+
+    def __init__(self, app: ASGIApp, limits: Limits, responses: Counter):
+        self.app, self.limits, self.responses = app, limits, responses
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_and_count(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = getattr(scope.get("route"), "path", "unknown")
+                self.responses.labels(path, message["status"]).inc()
+            await send(message)
+
+        try:
+            body = await self._receive_body(scope, receive)
+        except ApiError as error:
+            response = JSONResponse(error.body, error.status, {**error.headers, "Connection": "close"})
+            await response(scope, receive, send_and_count)
+            return
+        if body is None:
+            return
+        replayed = False
+
+        async def replay_body() -> Message:
+            nonlocal replayed
+            if replayed:
+                return await receive()
+            replayed = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self.app(scope, replay_body, send_and_count)
+
+    async def _receive_body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """Returns the body, or None if the client disconnected."""
+        limit = self.limits.max_body_bytes
+        too_large = ApiError(413, f"the request body exceeds the limit of {limit} bytes; send fewer or shorter prompts")
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if length.isdigit() and int(length) > limit:
+            raise too_large
+        parts, total = [], 0
+        try:
+            async with asyncio.timeout(self.limits.receive_timeout):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    total += len(parts[-1])
+                    if total > limit:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            message = f"the request body did not arrive within {self.limits.receive_timeout:g} s; send it again"
+            raise ApiError(408, message) from None

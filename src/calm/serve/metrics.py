@@ -1,9 +1,8 @@
 """Prometheus metrics."""
 
-from collections.abc import Callable
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
 
@@ -26,17 +25,3 @@ class Metrics:
         )
         self.running = gauge("calm_texts_running", "Running sequences.", model)
         self.waiting = gauge("calm_texts_waiting", "Waiting sequences.", model)
-
-    def watch(self, model: str, running: Callable[[], float], waiting: Callable[[], float]) -> None:
-        """Read the queue lengths of a model from callbacks."""
-        self.running.labels(model).set_function(running)
-        self.waiting.labels(model).set_function(waiting)
-
-    def observe_step(self, model: str, seconds: float, chunks: int, tokens: int) -> None:
-        self.steps.labels(model).observe(seconds)
-        self.chunks.labels(model).inc(chunks)
-        self.tokens.labels(model).inc(tokens)
-
-    def render(self) -> bytes:
-        """All metrics in the Prometheus text format."""
-        return generate_latest(self.registry)

@@ -64,7 +64,8 @@ class Scheduler:
         self.draining = False
         self.condition = threading.Condition()
         self.thread = threading.Thread(target=self._run, name=f"calm-{name}", daemon=True)
-        metrics.watch(name, lambda: len(self.running), lambda: len(self.waiting))
+        metrics.running.labels(name).set_function(lambda: len(self.running))
+        metrics.waiting.labels(name).set_function(lambda: len(self.waiting))
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -78,10 +79,6 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return not (self.waiting or self.running)
-
-    def validate(self, sequence: Sequence) -> None:
-        """Raise ConfigError if the model does not support the sampling parameters or the length."""
-        self.engine.validate(sequence)
 
     def add(self, states: list[SequenceState]) -> None:
         """Append all sequences of a request to the waiting queue, or raise ApiError and append none."""
@@ -121,18 +118,15 @@ class Scheduler:
             self._publish(outputs)
 
     def _remove_aborted_and_expired(self) -> Outputs:
-        now, outputs, kept = time.monotonic(), [], deque()
-        for state in self.waiting:
+        now, outputs = time.monotonic(), []
+        for state in [*self.waiting, *self.running.values()]:
             if state.aborted or now > state.deadline:
                 reason: FinishReason = "cancelled" if state.aborted else "timeout"
-                outputs.append((state, SequenceOutput("", [], finish_reason=reason)))
-            else:
-                kept.append(state)
-        self.waiting = kept
-        for state in [state for state in self.running.values() if state.aborted or now > state.deadline]:
-            reason = "cancelled" if state.aborted else "timeout"
-            outputs.append((state, SequenceOutput(state.detokenizer.finish(), [], finish_reason=reason)))
-            self._remove(state)
+                outputs.append((state, SequenceOutput(state.detokenizer.finish(), [], finish_reason=reason)))
+                if id(state.sequence) in self.running:
+                    self._remove(state)
+                else:
+                    self.waiting.remove(state)
         return outputs
 
     def _schedule_waiting(self) -> None:
@@ -170,8 +164,9 @@ class Scheduler:
                 text += state.detokenizer.finish()
                 self._remove(state)
             outputs.append((state, SequenceOutput(text, token_ids, agreement, reason)))
-        num_tokens = sum(len(output.token_ids) for output in step_outputs)
-        self.metrics.observe_step(self.name, now - started, len(step_outputs), num_tokens)
+        self.metrics.steps.labels(self.name).observe(now - started)
+        self.metrics.chunks.labels(self.name).inc(len(step_outputs))
+        self.metrics.tokens.labels(self.name).inc(sum(len(output.token_ids) for output in step_outputs))
         return outputs
 
     def _remove(self, state: SequenceState) -> None:

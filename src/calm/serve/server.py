@@ -1,6 +1,7 @@
 """The ASGI application: OpenAI-compatible API, health checks, metrics, and the playground."""
 
 import asyncio
+import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.resources import files
@@ -9,13 +10,13 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 
 from calm import __version__
 from calm.generate.text import TextGenerator
 from calm.serve.completions import create_completion
-from calm.serve.guard import ApiKeys, BodyLimitMiddleware
-from calm.serve.limits import MAX_QUOTED_CHARS, ApiError, Limits, error_body, truncated_repr
+from calm.serve.limits import MAX_QUOTED_CHARS, ApiError, BodyLimitMiddleware, Limits, error_body, truncated_repr
 from calm.serve.metrics import Metrics
 from calm.serve.requests import CompletionRequest
 from calm.serve.scheduler import Scheduler
@@ -56,7 +57,7 @@ def create_app(
         keys: Valid API keys; empty to disable authentication.
         scheduler_class: Called with (name, generator, limits, metrics) for each model.
     """
-    metrics, api_keys = Metrics(), ApiKeys(keys)
+    metrics, valid_keys = Metrics(), [key.encode() for key in keys]
     schedulers = {name: scheduler_class(name, generator, limits, metrics) for name, generator in generators.items()}
 
     @asynccontextmanager
@@ -70,13 +71,15 @@ def create_app(
     app = FastAPI(title="calm", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.schedulers = schedulers
 
-    def count_response(path: str, status: int) -> None:
-        metrics.requests.labels(path, status).inc()
-
-    app.add_middleware(BodyLimitMiddleware, limits=limits, count=count_response)
+    app.add_middleware(BodyLimitMiddleware, limits=limits, responses=metrics.requests)
 
     def authorized(authorization: Annotated[str | None, Header()] = None) -> None:
-        api_keys.check(authorization)
+        scheme, _, credentials = (authorization or "").partition(" ")
+        key_bytes = credentials.encode("latin-1")  # undoes the decoding of the header
+        matches = [hmac.compare_digest(key_bytes, key) for key in valid_keys]  # always compares all keys
+        if valid_keys and (scheme.lower() != "bearer" or not any(matches)):
+            message = "the API key is missing or invalid; send a valid one as 'Authorization: Bearer KEY'"
+            raise ApiError(401, message, error_type="authentication_error", code="invalid_api_key")
 
     responses = COMPLETION_RESPONSES | ERROR_RESPONSES
 
@@ -112,7 +115,7 @@ def create_app(
     @app.get("/metrics", tags=["operation"], response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Prometheus metrics."""
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     for path, name in (("/", "index"), ("/docs", "docs")):
         app.get(path, include_in_schema=False)(_page(name))
