@@ -3,7 +3,7 @@
 import io
 from typing import Any
 
-from calm.paper.values import Line, Table
+from calm.paper.experiment import Line, Table
 
 STYLE: Any = {
     "font.size": 11,

@@ -83,18 +83,9 @@ def reconstruction(run: Run, scale: Scale) -> Measure:
     return Measure("reconstruction", run, (("split", scale.split),))
 
 
-def on_autoencoder(below: Run, scale: Scale) -> tuple[Measure, Measure]:
-    """Scores of the base model on an autoencoder, and its reconstruction."""
-    return scores(scale.calm(autoencoder=below), scale), reconstruction(below, scale)
-
-
-def repeated(scale: Scale, seed: int) -> Measure:
-    """The base model with another seed."""
+def base_scores(scale: Scale, seed: int) -> Measure:
+    """Scores of the base model with another seed."""
     return scores(scale.calm().of(seed), scale)
-
-
-def repeated_from_the_autoencoder_on(scale: Scale, seed: int) -> Measure:
-    return scores(scale.calm(autoencoder=scale.autoencoder().of(seed)).of(seed), scale)
 
 
 def tradeoff(run: Run, scale: Scale, temperature: float, candidates: int | None = None) -> Measure:

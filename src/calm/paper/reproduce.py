@@ -24,12 +24,11 @@ from calm.data.shards import MANIFEST, read_manifest
 from calm.distributed import World, process_group
 from calm.errors import UserError
 from calm.files import claimed
-from calm.paper.experiment import Experiment, Row
+from calm.paper.experiment import FAILED, Experiment, Row, Table, build_table
 from calm.paper.measures import Measure, Place, take
 from calm.paper.results import Results
 from calm.paper.runs import STEPS, Run, digest
 from calm.paper.scales import EMBEDDED, Scale
-from calm.paper.values import FAILED, Table, build_table
 from calm.screen import Screen
 from calm.train.loop import Diverged, TrainingStopped, train
 from calm.train.tracking import METRICS

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from calm.paper.values import Table, Value
+from calm.paper.experiment import Table, Value
 
 LARGE = 1e7
 PAPER = "paper: "
