@@ -23,9 +23,9 @@ from calm.paper.experiments import EXPERIMENTS
 from calm.paper.experiments.main import correlations
 from calm.paper.figures import _curves, _values, draw
 from calm.paper.measures import Measure, cost, reconstruction, scores, step_time, tradeoff
+from calm.paper.report import cells, document, markdown
 from calm.paper.runs import Run
 from calm.paper.scales import SCALES
-from calm.paper.tables import cells, document, markdown
 
 TOY = SCALES["toy"]
 RUN = Run("characters-transformer")

@@ -16,27 +16,21 @@ STYLE: Any = {
     "lines.markersize": 5,
     "savefig.dpi": 150,
 }
-COLOURS = ("#1f5fa8", "#e07b00", "#2a8c4a", "#b03a8c", "#6b6b6b", "#00a0a8")
+COLORS = ("#1f5fa8", "#e07b00", "#2a8c4a", "#b03a8c", "#6b6b6b", "#00a0a8")
 MARKERS = "os^Dvp"
 DECIMAL_RANGE = 0.1, 1e4  # axis limits within which tick labels are decimal numbers
 
 
 def draw(table: Table) -> bytes:
-    """Draw the figure of a table.
-
-    Returns:
-        The PNG file as bytes.
-    """
+    """Draw the figure of a table as a PNG."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     figure = table.experiment.figure
-    with pyplot.rc_context(STYLE):
-        size = (6.4 * len(figure.panels), 4.4)
-        page, axes = pyplot.subplots(1, len(figure.panels), figsize=size, layout="constrained", squeeze=False)
-        for axis, (column, label) in zip(axes[0], figure.panels.items(), strict=True):
+    with matplotlib.rc_context(STYLE):
+        page = Figure(figsize=(6.4 * len(figure.panels), 4.4), layout="constrained")
+        axes = page.subplots(1, len(figure.panels), squeeze=False)[0]
+        for axis, (column, label) in zip(axes, figure.panels.items(), strict=True):
             if figure.x:
                 _curves(axis, table, column)
             else:
@@ -45,9 +39,13 @@ def draw(table: Table) -> bytes:
             if column.startswith("brier") and axis.get_ylim()[0] > 0:
                 axis.set_ylim(bottom=0)  # a truncated axis would exaggerate small differences
         page.suptitle(table.experiment.title)
-        content = io.BytesIO()
-        page.savefig(content, format="png")
-        pyplot.close(page)
+        return png(page)
+
+
+def png(figure: Any, dpi: int | None = None) -> bytes:
+    """Render a matplotlib figure as a PNG."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=dpi)
     return content.getvalue()
 
 
@@ -59,7 +57,7 @@ def _curves(axis: Any, table: Table, column: str) -> None:
         if not points:
             continue
         xs = [_x(line, figure.x_column) for line in points]
-        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+        style = {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
         linestyle = "-" if len(points) > 1 else ""
         axis.errorbar(xs, *_values(points, column), linestyle=linestyle, capsize=3, label=series, **style)
         if figure.x_column is not None and figure.annotate:
@@ -95,7 +93,7 @@ def _categories(axis: Any, table: Table, column: str) -> None:
     ticks = [tick for tick, line in enumerate(lines) if _has_value(line, column)]
     if not ticks:
         _no_values(axis)
-    axis.errorbar(ticks, *_values([lines[tick] for tick in ticks], column), fmt="o", capsize=4, color=COLOURS[0])
+    axis.errorbar(ticks, *_values([lines[tick] for tick in ticks], column), fmt="o", capsize=4, color=COLORS[0])
     axis.set_xticks(range(len(lines)), [line.row.label for line in lines], rotation=25, ha="right")
     axis.set_xlim(-0.5, len(lines) - 0.5)  # rows without a value keep their tick
 

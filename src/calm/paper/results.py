@@ -23,8 +23,8 @@ FORMAT = 1
 class Results:
     """Results of one scale, backed by results.json."""
 
-    def __init__(self, directory: Path, scale: str, text: str):
-        self.path, self.text = directory / FILE, text
+    def __init__(self, directory: Path, scale: str, data_digest: str):
+        self.path, self.data_digest = directory / FILE, data_digest
         self.header = {"format": FORMAT, "scale": scale, "calm": __version__}
         self.measures: dict[str, dict[str, Any]] = {}
         self.experiments: dict[str, Any] = {}
@@ -49,11 +49,11 @@ class Results:
 
     def find(self, measure: Measure) -> dict[str, Any] | None:
         """The stored result of a measure, or None."""
-        stored = self.measures.get(measure.key(self.text))
+        stored = self.measures.get(measure.key(self.data_digest))
         return stored["answer"] if stored is not None else None
 
-    def keep(self, measure: Measure, answer: dict[str, Any], seconds: float) -> None:
-        self.measures[measure.key(self.text)] = {
+    def add(self, measure: Measure, answer: dict[str, Any], seconds: float) -> None:
+        self.measures[measure.key(self.data_digest)] = {
             "kind": measure.kind,
             "recipe": measure.run.recipe,
             "settings": dict(measure.run.settings),

@@ -35,7 +35,7 @@ class Run:
         """A copy with changed settings."""
         return replace(self, settings=(*self.settings, *changes.items()))
 
-    def of(self, seed: int) -> "Run":
+    def with_seed(self, seed: int) -> "Run":
         """A copy with another seed and the same autoencoder."""
         return self.with_settings({"seed": seed}) if seed else self
 
@@ -58,9 +58,9 @@ class Run:
     def steps(self) -> int:
         return self.base_config.train.steps
 
-    def key(self, text: str) -> str:
-        """Hash of everything that determines the weights; `text` identifies the training data."""
-        return _key(self, text)
+    def key(self, data_digest: str) -> str:
+        """Hash of everything that determines the weights; `data_digest` identifies the training data."""
+        return _key(self, data_digest)
 
     def until(self, share: float) -> "Run":
         """The run after a fraction of its steps, with a constant learning rate: shorter runs can be extended."""
@@ -78,7 +78,7 @@ def _base_config(run: Run) -> RunConfig:
 
 
 @cache
-def _key(run: Run, text: str) -> str:
+def _key(run: Run, data_digest: str) -> str:
     values = changed_values(run.base_config)
     values["train"] = {name: value for name, value in values["train"].items() if name not in NO_EFFECT_ON_WEIGHTS}
-    return digest([values, text, run.autoencoder and run.autoencoder.key(text)])
+    return digest([values, data_digest, run.autoencoder and run.autoencoder.key(data_digest)])

@@ -31,7 +31,7 @@ def measures(scale: Scale, changes: dict[str, Any]) -> tuple[Measure, Measure]:
 
 def base_scores(scale: Scale, seed: int) -> Measure:
     """The base model and its autoencoder with another seed."""
-    return scores(scale.calm(autoencoder=scale.autoencoder().of(seed)).of(seed), scale)
+    return scores(scale.calm(autoencoder=scale.autoencoder().with_seed(seed)).with_seed(seed), scale)
 
 
 def kl_weight_rows(scale: Scale, lookup: Lookup) -> list[Row]:
