@@ -119,7 +119,12 @@ class Line:
 
     @property
     def brier(self) -> BrierLM:
+        """Scores averaged over seeds."""
         return BrierLM.mean(self.briers)
+
+    def value(self, column: str) -> float | None:
+        """The value of a column, or None if it is undefined or was not measured."""
+        return self.values[column].value if column in self.values else None
 
 
 @dataclass
@@ -206,9 +211,9 @@ def build_table(
     """
     lines = {row.label: _line(row, results[row.label], experiment) for row in rows}
     if experiment.cost_baseline in lines:
-        baseline = lines[experiment.cost_baseline].values["step_seconds"].value
+        baseline = lines[experiment.cost_baseline].value("step_seconds")
         for line in lines.values():
-            seconds = line.values["step_seconds"].value
+            seconds = line.value("step_seconds")
             line.values["relative_cost"] = Value(seconds / baseline if seconds and baseline else None)
     return Table(experiment, lines, [BrierLM.from_json(each["sums"]) for each in repeats or [] if FAILED not in each])
 

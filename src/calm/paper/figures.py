@@ -51,19 +51,23 @@ def png(figure: Any, dpi: int | None = None) -> bytes:
 
 def _curves(axis: Any, table: Table, column: str) -> None:
     figure = table.experiment.figure
-    lines = [line for line in table.lines.values() if line.row.series and _x(line, figure.x_column) is not None]
+
+    def x(line: Line) -> float | None:
+        return line.row.x if figure.x_column is None else line.value(figure.x_column)
+
+    lines = [line for line in table.lines.values() if line.row.series and x(line) is not None]
     for number, series in enumerate(dict.fromkeys(line.row.series for line in lines)):
-        points = [line for line in lines if line.row.series == series and _has_value(line, column)]
+        points = [line for line in lines if line.row.series == series and line.value(column) is not None]
         if not points:
             continue
-        xs = [_x(line, figure.x_column) for line in points]
         style = {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
         linestyle = "-" if len(points) > 1 else ""
-        axis.errorbar(xs, *_values(points, column), linestyle=linestyle, capsize=3, label=series, **style)
+        xs, (ys, errors) = [x(line) for line in points], _values(points, column)
+        axis.errorbar(xs, ys, errors, linestyle=linestyle, capsize=3, label=series, **style)
         if figure.x_column is not None and figure.annotate:
-            for line, x in zip(points, xs, strict=True):
+            for line in points:
                 text = f"{line.row.x:g}" if line.row.x is not None else line.row.label.removeprefix(f"{series}, ")
-                xy = x, line.values[column].value
+                xy = x(line), line.value(column)
                 below = number % 2 == 0  # alternate sides, so that labels of adjacent curves do not overlap
                 offset: Any = {"xytext": (5, -12), "ha": "left"} if below else {"xytext": (-5, 5), "ha": "right"}
                 axis.annotate(text, xy, textcoords="offset points", fontsize=8, color=style["color"], **offset)
@@ -90,7 +94,7 @@ def _log_scale(axis: Any) -> None:
 
 def _categories(axis: Any, table: Table, column: str) -> None:
     lines = list(table.lines.values())
-    ticks = [tick for tick, line in enumerate(lines) if _has_value(line, column)]
+    ticks = [tick for tick, line in enumerate(lines) if line.value(column) is not None]
     if not ticks:
         _no_values(axis)
     axis.errorbar(ticks, *_values([lines[tick] for tick in ticks], column), fmt="o", capsize=4, color=COLORS[0])
@@ -103,23 +107,18 @@ def _no_values(axis: Any) -> None:
     axis.text(0.5, 0.5, text, ha="center", transform=axis.transAxes)
 
 
-def _has_value(line: Line, column: str) -> bool:
-    return column in line.values and line.values[column].value is not None
-
-
-def _x(line: Line, column: str | None) -> float | None:
-    return line.row.x if column is None else line.values[column].value if column in line.values else None
-
-
 def _values(lines: list[Line], column: str) -> tuple[list[float], list[list[float]]]:
     """Values, and the lengths of their error bars below and above.
 
     A BrierLM without a lower bound may be undefined: its error bar extends to 0. Values without an interval get an
     error bar of length 0.
     """
-    values = [line.values[column] for line in lines]
-    ys = [float(v.value or 0) for v in values]
-    highs = [h if v.high is None else v.high for v, h in zip(values, ys, strict=True)]
-    lows = [(h if v.high is None else 0.0) if v.low is None else v.low for v, h in zip(values, ys, strict=True)]
-    down, up = ([max(0.0, a - b) for a, b in zip(*pair, strict=True)] for pair in ((ys, lows), (highs, ys)))
-    return ys, [down, up]
+    values, below, above = [], [], []
+    for line in lines:
+        low, value, high = line.values[column].bounds
+        if line.values[column].low is None and line.values[column].high is not None:
+            low = 0.0
+        values.append(value)
+        below.append(max(0.0, value - low))
+        above.append(max(0.0, high - value))
+    return values, [below, above]

@@ -1,4 +1,4 @@
-"""results.json: all measured results, keyed by a hash of the run and options. Contains no weights and no paths.
+"""results.json: all measured results by a hash of the run and options. It contains neither weights nor paths.
 
 Each measure is one line, so that diffs of a file under version control show which results were added.
 """
@@ -76,10 +76,12 @@ class Results:
 
 def hardware() -> str:
     """CPU model, and the number of cores available to this process."""
-    names = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+    return f"{processor()}, {len(os.sched_getaffinity(0))} cores"
 
 
-def _cpuinfo() -> list[str]:
+def processor() -> str:
+    """CPU model."""
     path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -79,24 +79,31 @@ SHAPE = ("latent_size", "hidden_size", "intermediate_size", "num_encoder_layers"
 
 
 def _backbone(layers: int, width: int, heads: int = 4) -> dict[str, Any]:
-    inner = -(-width * 8 // 3 // 16) * 16
-    shape = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
-    shape["num_attention_heads"] = heads
-    return {f"language_model.backbone.{name}": value for name, value in shape.items()}
+    return {
+        "language_model.backbone.hidden_size": width,
+        "language_model.backbone.intermediate_size": -(-width * 8 // 3 // 16) * 16,  # rounded up to a multiple of 16
+        "language_model.backbone.num_hidden_layers": layers,
+        "language_model.backbone.num_attention_heads": heads,
+    }
 
 
 def _embedded(name: str, about: str, sizes: dict[str, dict[str, Any]], changes: dict[str, Any], **more: Any) -> Scale:
     """A scale on the embedded text with the characters-* recipes; `changes` apply to all three of them."""
-    autoencoders = {
-        k: Run("characters-autoencoder").with_settings(
-            {"data.chunk_size": k, "autoencoder.latent_size": 8 * k, **changes}
-        )
-        for k in CHUNK_SIZES
-    }
-    calm, transformer = (Run(f"characters-{kind}").with_settings(changes) for kind in ("calm", "transformer"))
-    calms = {size: calm.with_settings(shape) for size, shape in sizes.items()}
-    transformers = {size: transformer.with_settings(shape) for size, shape in sizes.items()}
-    return Scale(name, about, None, "", autoencoders, calms, transformers, context=128, **more)
+    autoencoder, calm, transformer = (Run(f"characters-{kind}") for kind in ("autoencoder", "calm", "transformer"))
+    return Scale(
+        name,
+        about,
+        None,
+        "",
+        {
+            k: autoencoder.with_settings({"data.chunk_size": k, "autoencoder.latent_size": 8 * k, **changes})
+            for k in CHUNK_SIZES
+        },
+        {size: calm.with_settings(changes | shape) for size, shape in sizes.items()},
+        {size: transformer.with_settings(changes | shape) for size, shape in sizes.items()},
+        context=128,
+        **more,
+    )
 
 
 _SMALL = {"S": _backbone(1, 32), "M": _backbone(1, 48), "L": _backbone(2, 48), "XL": _backbone(2, 64)}
@@ -123,12 +130,6 @@ LAPTOP = _embedded(
     positions=2_000,
     repeats=(0, 1, 2, 3),
 )
-
-
-def _recipes(prefix: str, sizes: tuple[str, ...]) -> dict[str, Run]:
-    return {size.upper(): Run(f"{prefix}-{size}") for size in sizes}
-
-
 ENWIK8 = Scale(
     "enwik8",
     "days on two cores: Wikipedia text, about an hour per run",
@@ -160,8 +161,8 @@ PAPER = Scale(
     "calm prepare 'pile/*.jsonl.zst' --tokenizer tokenizer.model --validation-share 0.0001 --test-share 0.0001 "
     "--output data/pile",
     {k: Run(f"paper-autoencoder-k{k}") for k in CHUNK_SIZES},
-    {"base": Run("paper-ablation"), **_recipes("paper-calm", ("s", "m", "l", "xl"))},
-    {"base": Run("paper-transformer-s"), **_recipes("paper-transformer", ("s", "m", "l"))},
+    {"base": Run("paper-ablation")} | {size: Run(f"paper-calm-{size.lower()}") for size in ("M", "L", "XL")},
+    {size: Run(f"paper-transformer-{recipe}") for size, recipe in {"base": "s", "S": "s", "M": "m", "L": "l"}.items()},
     curve_points=(0.1, 0.25, 0.5, 0.75, 1.0),
     samples=4,
 )
