@@ -24,8 +24,7 @@ from calm.paper.experiments.main import correlations
 from calm.paper.figures import _curves, _values, draw
 from calm.paper.measures import Measure, cost, reconstruction, scores, step_time, tradeoff
 from calm.paper.report import cells, document, markdown
-from calm.paper.runs import Run
-from calm.paper.scales import SCALES
+from calm.paper.scales import SCALES, Run
 
 TOY = SCALES["toy"]
 RUN = Run("characters-transformer")

@@ -16,8 +16,7 @@ import numpy as np
 
 from calm.evaluate.brier_lm import BrierLM, Score
 from calm.paper.measures import Measure, base_scores
-from calm.paper.runs import Run
-from calm.paper.scales import CHUNK_SIZES, Scale
+from calm.paper.scales import CHUNK_SIZES, Run, Scale
 from calm.scores.brier import MAX_NGRAM
 
 Lookup = Callable[[Measure], dict[str, Any] | None]  # returns the stored result of a measure, if any

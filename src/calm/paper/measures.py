@@ -1,5 +1,5 @@
-"""Measures of a run: scores on held-out text, reconstruction accuracy, the accuracy-diversity trade-off,
-the time of a training step, or the estimated cost. Results are JSON-serializable and are stored in results.json.
+"""Measures of a run: scores on held-out text, reconstruction accuracy, the accuracy-diversity trade-off, step time, or
+estimated cost. Results are JSON-serializable and are stored in results.json.
 """
 
 import json
@@ -21,18 +21,17 @@ from calm.evaluate.reconstruction import evaluate_autoencoder
 from calm.evaluate.tradeoff import calm_samples, hidden_states, measure, transformer_samples, windows
 from calm.generate.sampler import SamplingParams
 from calm.paper.cost import cost_of
-from calm.paper.runs import Run, digest
-from calm.paper.scales import Scale
+from calm.paper.scales import Run, Scale, digest
 from calm.train.optimizer import adamw
 from calm.train.stages import STAGES
 
-DRAWS, BATCH_SIZE = 4, 50  # samples per position, and batch size, of the accuracy-diversity plane
+DRAWS, BATCH_SIZE = 4, 50  # samples per position, and batch size, of the accuracy-diversity trade-off
 TIMED_STEPS = 8
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One thing to measure of one run."""
+    """A quantity to measure of a run."""
 
     kind: str  # a key of EVALUATE
     run: Run
@@ -68,7 +67,7 @@ class Inputs:
 
 
 def scores(run: Run, scale: Scale, *, stride: int | None = None, **changes: Any) -> Measure:
-    """BrierLM with the sums of every document; `changes` are fields of the model's config that affect sampling."""
+    """BrierLM with the sums of each document. `changes` override fields of config.json that affect sampling."""
     options = {
         "split": scale.split,
         "samples": scale.samples,
@@ -143,7 +142,7 @@ def _tradeoff(inputs: Inputs, split: str, positions: int, temperature: float, ca
 
 
 def _step_time(inputs: Inputs) -> dict[str, Any]:
-    """Median CPU time of a training step, which other programs do not affect."""
+    """Median CPU time of a training step. Unlike wall-clock time, it does not depend on other programs."""
     torch.manual_seed(inputs.config.seed)
     stage = STAGES[inputs.config.stage](inputs.config, inputs.world)
     settings, model = inputs.config.optimizer, stage.model.train()

@@ -27,8 +27,7 @@ from calm.files import claimed
 from calm.paper.experiment import FAILED, Experiment, Row, Table, build_table
 from calm.paper.measures import Inputs, Measure, evaluate
 from calm.paper.results import Results
-from calm.paper.runs import STEPS, Run, digest
-from calm.paper.scales import EMBEDDED, Scale
+from calm.paper.scales import EMBEDDED, STEPS, Run, Scale, digest
 from calm.screen import Screen
 from calm.train.loop import Diverged, TrainingStopped, train
 from calm.train.tracking import METRICS

@@ -33,7 +33,7 @@ class Plan:
         if self.minutes > 24 * 60:
             raise UserError(f"--minutes {self.minutes:g} is more than a day; use calm train for longer runs")
 
-    def check_text(self) -> None:
+    def check_data(self) -> None:
         """Raise UserError early if the input files are too small."""
         sizes = [source.size for source in open_sources(list(self.data))]
         if None not in sizes and (total := sum(size or 0 for size in sizes)) < MIN_BYTES:
@@ -76,7 +76,7 @@ def model_of(output: Path, stage: str) -> Path:
     return output / "runs" / stage / "model"
 
 
-def keep_plan(plan: Plan, output: Path) -> None:
+def save_or_check_plan(plan: Plan, output: Path) -> None:
     """Write the plan to a new directory, or check that an existing directory has the same plan."""
     path = output / PLAN
     expected: dict[str, Any] = json.loads(json.dumps(asdict(plan)))
@@ -86,7 +86,7 @@ def keep_plan(plan: Plan, output: Path) -> None:
             raise UserError(
                 f"{output} contains files not created by calm quickstart ({names}); choose another --output"
             )
-        plan.check_text()
+        plan.check_data()
         write_json(path, expected)
         return
     try:

@@ -22,7 +22,7 @@ from calm.files import claimed, write_atomic, write_json
 from calm.generate.sampler import SamplingParams
 from calm.generate.text import TextGenerator
 from calm.paper.cost import cost_of
-from calm.quickstart.plan import PLAN, STAGES, Plan, keep_plan, model_of
+from calm.quickstart.plan import PLAN, STAGES, Plan, model_of, save_or_check_plan
 from calm.quickstart.report import make_report
 from calm.screen import Screen
 from calm.train.loop import TrainingStopped, train
@@ -44,7 +44,7 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 16, 96
 def quickstart(plan: Plan, output: Path, screen: Screen) -> dict[str, Any]:
     """Run all stages that are not complete yet, and write the report. Returns its results."""
     with claimed(output, "calm quickstart"):
-        keep_plan(plan, output)
+        save_or_check_plan(plan, output)
         total = len(STAGES) + 3
         screen.stage(1, total, "text → tokenizer and shards", _minutes(0.3))
         _prepare(plan, output, screen)
@@ -109,8 +109,8 @@ def _reconstruction(plan: Plan, output: Path) -> dict[str, Any]:
 def _scores(plan: Plan, output: Path, world: World, report: Any) -> dict[str, Any]:
     """BrierLM of both models on the test split, which was used neither for training nor for tuning."""
     models = [model_of(output, stage) for stage in ("calm", "transformer")]
-    most = max(MIN_SCORED_TOKENS, round(plan.minutes * SCORED_TOKENS_PER_MINUTE))
-    options = Options(SAMPLES, context=CONTEXT, most_tokens=most)
+    max_tokens = max(MIN_SCORED_TOKENS, round(plan.minutes * SCORED_TOKENS_PER_MINUTE))
+    options = Options(SAMPLES, context=CONTEXT, most_tokens=max_tokens)
     return evaluate_language_models(models, output / "data", "test", options, world, report)
 
 

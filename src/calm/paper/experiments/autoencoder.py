@@ -4,8 +4,7 @@ from typing import Any
 
 from calm.paper.experiment import BRIERS, RECONSTRUCTION, SCORES, TWO_SCORES, Experiment, Figure, Lookup, Row
 from calm.paper.measures import Measure, reconstruction, scores
-from calm.paper.runs import STEPS
-from calm.paper.scales import Scale
+from calm.paper.scales import STEPS, Scale
 
 NO_DROPOUT = {"autoencoder.token_dropout": 0, "autoencoder.latent_dropout": 0}
 REGULARIZERS = {  # settings that differ from the full recipe, and BrierLM in the paper

@@ -4,8 +4,7 @@ from typing import Any
 
 from calm.paper.experiment import BRIERS, TWO_SCORES, Experiment, Figure, Lookup, Row, Table, Verdict
 from calm.paper.measures import scores, step_time
-from calm.paper.runs import Run
-from calm.paper.scales import Scale
+from calm.paper.scales import Run, Scale
 
 HEADS = ("energy", "flow", "diffusion", "mean-flow", "chain")
 SAMPLING_STEPS = {"euler": (1, 2, 4, 8, 16, 32), "midpoint": (1, 2, 4, 8, 16), "diffusion": (4, 10, 25, 50, 100)}
