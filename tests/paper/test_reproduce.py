@@ -89,7 +89,7 @@ def test_stored_results_are_reused(output_dir, monkeypatch):
     def fail(*_, **__):
         raise AssertionError("already done")
 
-    for name in ("train", "take", "prepare"):
+    for name in ("train", "evaluate", "prepare"):
         monkeypatch.setattr(module, name, fail)
     before = {path: path.stat().st_mtime_ns for path in output_dir.iterdir()}
     with reproduction(TOY, output_dir, StageScreen()) as reproduced:
@@ -118,7 +118,7 @@ def test_report_skips_experiments_with_pending_measures(copy):
         write_report(reproduced)
         assert 'id="model-input"' in (copy / "report.html").read_text()
         seed = reproduced._repeats(INPUT)[-1]
-        del reproduced.results.measures[seed.key(reproduced.text)]
+        del reproduced.results.measures[seed.key(reproduced.data_digest)]
         write_report(reproduced)
     assert 'id="model-input"' not in (copy / "report.html").read_text()
 

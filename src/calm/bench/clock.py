@@ -30,10 +30,10 @@ def take_turns(functions: dict[str, Callable[[], object]], rounds: int) -> dict[
     times: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(rounds + 1):
         for name, function in functions.items():
-            began = time.perf_counter()
+            start = time.perf_counter()
             function()
             if number:
-                times[name].append(time.perf_counter() - began)
+                times[name].append(time.perf_counter() - start)
     return times
 
 

@@ -1,13 +1,12 @@
 """Limits of the hardware: peak matmul throughput and memory bandwidth."""
 
-import platform
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from calm.generate.engine import backend_description
+from calm.paper.results import processor
 from calm.train.speed import measured_peak
 
 LARGE = 2**28  # elements; exceeds all caches
@@ -19,7 +18,7 @@ class Machine(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "processor": _processor(),
+            "processor": processor(),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             **backend_description(),
@@ -36,16 +35,7 @@ def _bandwidth(repeats: int = 7) -> float:
     """Read bandwidth in bytes/s: the best of several sums over a large tensor."""
     numbers, best = torch.ones(LARGE), 0.0
     for _ in range(repeats):
-        began = time.perf_counter()
+        start = time.perf_counter()
         numbers.sum()
-        best = max(best, numbers.numel() * numbers.element_size() / (time.perf_counter() - began))
+        best = max(best, numbers.numel() * numbers.element_size() / (time.perf_counter() - start))
     return best
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

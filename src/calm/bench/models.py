@@ -7,13 +7,14 @@ from torch import Tensor, nn
 
 from calm.config import RunConfig, load_config
 from calm.noise import RowNoise
+from calm.paper.cost import PAPER_VOCABULARY
 from calm.scores.vocabulary import VocabularySubset
 from calm.train.loop import optimize_for_cpu
 from calm.train.optimizer import adamw
 from calm.train.stages import described_model, sampled_subset
 
 SIZES = ("laptop", "paper")
-VOCABULARIES = {"laptop": 4096, "paper": 128_257}
+VOCABULARIES = {"laptop": 4096, "paper": PAPER_VOCABULARY}
 SHORT = {"paper": ("data.batch_size=1", "data.sequence_length=2048")}  # a batch that fits a CPU
 RECIPES = {  # energy head, chain head, and the Transformer baseline
     "laptop": {"energy": "laptop-calm", "chain": "quickstart-calm", "Transformer": "laptop-transformer"},

@@ -16,6 +16,7 @@ from calm.bench.models import Training, config_of
 from calm.bench.training import flops_of
 from calm.config import load_config
 from calm.distributed import World
+from calm.paper.cost import PAPER_VOCABULARY
 from calm.train.distributed import shard
 from calm.train.stages import described_model
 
@@ -35,16 +36,14 @@ GPUS = (8, 32, 128, 512)
 
 def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
     for name, (field, values) in SWEEPS.items():
-        settings = [[f"{field}={value}"] if field else [] for value in values]
-        vocabularies = [VOCABULARY if field else value for value in values]
-        steps = {
-            f"{value}": Training(config_of("laptop-calm", "laptop", *BASE, *changed), vocabulary)
-            for value, changed, vocabulary in zip(values, settings, vocabularies, strict=True)
-        }
-        times = take_turns({value: training.step for value, training in steps.items()}, rounds)
-        baseline = next(iter(times.values()))
+        steps = {}
+        for value in values:
+            settings, vocabulary = ([f"{field}={value}"], VOCABULARY) if field else ([], value)
+            steps[str(value)] = Training(config_of("laptop-calm", "laptop", *BASE, *settings), vocabulary).step
+        times = take_turns(steps, rounds)
         for value, seconds in times.items():
-            yield row(f"{name} = {value}: step time relative to {values[0]}", ratios(seconds, baseline), "")
+            relative = ratios(seconds, times[str(values[0])])
+            yield row(f"{name} = {value}: step time relative to {values[0]}", relative, "")
     yield from _processes(rounds)
     yield from estimates("paper-calm-xl")
 
@@ -84,9 +83,9 @@ def _times(rank: int, world_size: int, init_method: str, sharded: bool, rounds: 
         seconds = []
         for _ in range(rounds + 1):
             dist.barrier()
-            began = time.perf_counter()
+            start = time.perf_counter()
             training.step()
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - start)
         return seconds[1:]
     finally:
         dist.destroy_process_group()
@@ -101,16 +100,12 @@ def estimates(recipe: str) -> Iterator[Row]:
     """
     config = load_config(recipe)
     with torch.device("meta"):
-        weights = sum(p.numel() for p in described_model(config, 128_257).parameters())
+        weights = sum(p.numel() for p in described_model(config, PAPER_VOCABULARY).parameters())
     tokens = config.data.batch_size * config.data.sequence_length
+    flops = flops_of(config, tokens, PAPER_VOCABULARY)
     for count in GPUS:
-        compute = flops_of(config, tokens, 128_257) / (count * GPU_FLOPS * GPU_SHARE)
+        compute = flops / (count * GPU_FLOPS * GPU_SHARE)
         communication = weights * (2 * 2 + 4) * (count - 1) / count / LINK
-        yield Row(
-            f"{recipe}, {count} GPUs: estimated time per step",
-            compute + communication,
-            max(compute, communication),
-            compute + communication,
-            "s",
-        )
-        yield row(f"{recipe}, {count} GPUs: estimated efficiency", [compute / (compute + communication)], "")
+        low, high = max(compute, communication), compute + communication
+        yield Row(f"{recipe}, {count} GPUs: estimated time per step", high, low, high, "s")
+        yield row(f"{recipe}, {count} GPUs: estimated efficiency", [compute / high], "")

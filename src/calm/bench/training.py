@@ -25,16 +25,12 @@ def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
     functions |= {"head": head.run} | _products("head", head.run)
     times = take_turns(functions, rounds)
     for kind, training in steps.items():
-        speeds = [training.tokens / seconds for seconds in times[kind]]
         yield row(f"{kind}: time per step", [1e3 * seconds for seconds in times[kind]], "ms")
-        yield row(f"{kind}: throughput", speeds, "tokens/s")
+        yield row(f"{kind}: throughput", [training.tokens / seconds for seconds in times[kind]], "tokens/s")
         yield from _shares(kind, kind, times)
         flops = flops_of(training.config, training.tokens, vocabulary)
-        yield row(
-            f"{kind}: MFU (FLOPs by calm cost / matmul peak)",
-            [flops / seconds / machine.peak for seconds in times[kind]],
-            "",
-        )
+        utilization = [flops / seconds / machine.peak for seconds in times[kind]]
+        yield row(f"{kind}: MFU (FLOPs by calm cost / matmul peak)", utilization, "")
         if kind != "Transformer":
             per_token = [seconds / training.tokens for seconds in times[kind]]
             baseline = [seconds / steps["Transformer"].tokens for seconds in times["Transformer"]]
@@ -50,10 +46,9 @@ def _products(kind: str, function: Callable[[], object]) -> dict[str, Callable[[
 
 def _shares(kind: str, name: str, times: dict[str, list[float]]) -> Iterator[Row]:
     """Time of the matmuls alone relative to the whole: with torch's kernels (can exceed 1), and with our kernels."""
-    shares = ratios(times[f"{kind} products"], times[kind])
-    yield row(f"{name}: matmul-only time / total time, torch kernels", shares, "")
-    shares = ratios(times[f"{kind} own products"], times[kind])
-    yield row(f"{name}: matmul-only time / total time, own kernels", shares, "")
+    for products, kernels in (("products", "torch kernels"), ("own products", "own kernels")):
+        shares = ratios(times[f"{kind} {products}"], times[kind])
+        yield row(f"{name}: matmul-only time / total time, {kernels}", shares, "")
 
 
 def flops_of(config: RunConfig, tokens: int, vocabulary: int) -> float:

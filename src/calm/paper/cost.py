@@ -4,12 +4,12 @@ A matrix of P parameters costs 2·P FLOPs per vector, and training costs three t
 4·context·H per layer and position (scores and weighted values, on the whole context, as the paper counts). Per chunk:
 
     backbone, chunk embedding    2·P
-    head                         2·P per sample; the condition's share once for all N
-    autoencoder                  training: the encoder, forward only, and its own training before;
+    head                         2·P per sample; layers that only read the hidden state once for all N
+    autoencoder                  training: the encoder, forward only, and the training of the autoencoder;
                                  inference: the decoder
     vocabulary projection        K·2·V·d of the decoder (a Transformer: 2·V·H per token)
 
-Everything is divided by K. Each module counts for itself (`flops`, `cost`); models are built on the meta device.
+All costs are divided by K. Modules count their own FLOPs (`flops`, `cost`); models are built on the meta device.
 """
 
 from dataclasses import asdict, dataclass
@@ -55,7 +55,7 @@ class Cost:
     name: str
     parameters: int  # without the autoencoder, as in Table 1
     parameters_with_autoencoder: int
-    train_flops: float  # of the whole run and of the autoencoder's
+    train_flops: float  # of the run, and of the autoencoder's run
     inference_flops_per_token: float
     vocabulary: int
     parts: dict[str, Part]
@@ -76,11 +76,19 @@ def cost_of(
     vocabulary: int | None = None,
     processes: int = 1,
 ) -> Cost:
-    """What a recipe costs; `context` in steps of the model, `candidates` a chunk in sampling, memory of one process."""
-    vocabulary = vocabulary or _vocabulary(config)
-    _check_described(config, name)
+    """Cost of a recipe.
+
+    Args:
+        context: Context length in backbone steps.
+        candidates: Candidates per chunk at a lower temperature.
+        vocabulary: Vocabulary size. Default: that of the recipe's data if it exists, else the paper's.
+        processes: Number of processes that share the training state; the memory is that of one process.
+    """
+    settings = config.language_model
+    if config.stage != "autoencoder" and (settings.start is not None or not isinstance(settings.backbone, dict)):
+        raise UserError(f"{name} takes its model from a directory; calm cost counts models that a recipe describes")
     with torch.device("meta"):
-        model = described_model(config, vocabulary)
+        model = described_model(config, vocabulary or _vocabulary(config))
     if isinstance(model, Autoencoder):
         cost = _autoencoder_cost(name, config, model)
     else:
@@ -91,7 +99,7 @@ def cost_of(
 
 
 def _vocabulary(config: RunConfig) -> int:
-    """That of the recipe's data where it is there, else the paper's."""
+    """Vocabulary size of the recipe's data if it exists, else the paper's."""
     try:
         return PreparedData(config.data.sets[0].path, verify=False).manifest["vocab_size"]
     except UserError:
@@ -103,41 +111,27 @@ def _attention(config: Any, context: int) -> float:
     return 4.0 * context * width * config.num_hidden_layers
 
 
-def _check_described(config: RunConfig, name: str) -> None:
-    """A model that is read from a directory has no fields to count by."""
-    model = config.language_model
-    if config.stage != "autoencoder" and (model.start is not None or not isinstance(model.backbone, dict)):
-        raise UserError(f"{name} takes its model from a directory; calm cost counts models that a recipe describes")
-
-
 def _language_model_cost(name: str, config: RunConfig, context: int, candidates: int, model: Any) -> Cost:
-    """A CALM model or a Transformer, which asks each of its parts for its share."""
-    size = model.chunk_size
-    share = _subset_share(config, model.vocab_size)
-    head = model.head.cost(share)
+    """Cost of a CALM model or a Transformer."""
+    head = model.head.cost(_subset_share(config, model.vocab_size))
     backbone_config = getattr(model.config, "backbone_config", model.config)
     forward = {"backbone": matmul_flops(*model.backbone.layers), "attention": _attention(backbone_config, context)}
-    inside = [part for part in model.backbone.modules() if isinstance(part, nn.Embedding)]  # a Transformer's tokens
-    embedding = count_parameters(*inside)
+    embedding = count_parameters(*(part for part in model.backbone.modules() if isinstance(part, nn.Embedding)))
     sizes = {"backbone": count_parameters(model.backbone) - embedding, "token embedding": embedding}
-    frozen = 0.0
+    frozen = {}
     if isinstance(model, Calm):
         chunk_embedding = model.chunk_embedding
         tokens = 0 if chunk_embedding.tokens is None else count_parameters(chunk_embedding.tokens)
         forward["chunk embedding"] = matmul_flops(chunk_embedding)
         sizes |= {"token embedding": tokens, "chunk embedding": count_parameters(chunk_embedding) - tokens}
-        frozen = model.autoencoder.flops()[0] if chunk_embedding.reads_latents else 0.0  # of the inputs
+        frozen["autoencoder"] = model.autoencoder.flops()[0] if chunk_embedding.reads_latents else 0.0  # of the inputs
     sizes |= head.parameters
-    if isinstance(model, Calm):
-        sizes["autoencoder"] = count_parameters(model.autoencoder)
-    training = {part: FORWARD_AND_BACKWARD * flops for part, flops in forward.items()} | {"autoencoder": frozen}
+    training = {part: FORWARD_AND_BACKWARD * flops for part, flops in forward.items()} | frozen
     for part, flops in head.training.items():
         training[part] = training.get(part, 0.0) + flops
-    inference = forward | head.generation
-    parts = _parts(sizes, {n: f / size for n, f in training.items()}, {n: f / size for n, f in inference.items()})
-    if not isinstance(model, Calm):
-        del parts["autoencoder"]
-    cost = _sum(name, config, model, parts)
+    if isinstance(model, Calm):
+        sizes["autoencoder"] = count_parameters(model.autoencoder)
+    cost = _sum(name, config, model, _parts(model.chunk_size, sizes, training, forward | head.generation))
     if isinstance(model, Calm):
         cost.train_flops += _autoencoder_training(config, model.vocab_size)
         _add_candidates(cost, model, head.candidate, candidates)
@@ -145,7 +139,7 @@ def _language_model_cost(name: str, config: RunConfig, context: int, candidates:
 
 
 def _add_candidates(cost: Cost, model: Calm, candidate: dict[str, float], candidates: int) -> None:
-    """What further candidates cost at a lower temperature, with and without the int8 vocabulary search."""
+    """Add the inference cost at a lower temperature, with and without the int8 vocabulary search."""
     size, candidates = model.chunk_size, candidates if candidate else 1
     projection = cost.parts["vocabulary projection"].inference_flops_per_token
     others = sum(flops for part, flops in candidate.items() if part != "vocabulary projection") / size
@@ -157,7 +151,7 @@ def _add_candidates(cost: Cost, model: Calm, candidate: dict[str, float], candid
 
 
 def _subset_share(config: RunConfig, vocab_size: int) -> float:
-    """Share of the vocabulary that a sampled softmax sums over: at most one entry for each token of a batch."""
+    """Upper bound on the fraction of the vocabulary in a sampled softmax: the sample and each token of a batch."""
     sample = config.language_model.vocabulary_sample
     if sample is None:
         return 1.0
@@ -165,36 +159,41 @@ def _subset_share(config: RunConfig, vocab_size: int) -> float:
 
 
 def _autoencoder_training(config: RunConfig, vocabulary: int) -> float:
-    """What the autoencoder's own run costs, where its directory is named after the recipe, as in runs/RECIPE/model."""
+    """Training cost of the autoencoder if its directory is named after a recipe, as in runs/RECIPE/model."""
     path = config.language_model.autoencoder
     recipe = path.parent.name if path is not None else ""
     return cost_of(recipe, load_config(recipe), vocabulary=vocabulary).train_flops if recipe in recipe_names() else 0.0
 
 
 def _autoencoder_cost(name: str, config: RunConfig, model: Autoencoder) -> Cost:
-    encoder, decoder, projection = (flops / model.config.chunk_size for flops in model.flops())
+    encoder, decoder, projection = model.flops()
     forward = {"encoder": encoder, "decoder": decoder, "vocabulary projection": projection}
     sizes = {
         "encoder": count_parameters(model.encoder),
         "decoder": count_parameters(model.decoder),
         "token embedding": count_parameters(model.embedding),
     }
-    parts = _parts(sizes, {n: FORWARD_AND_BACKWARD * f for n, f in forward.items()}, forward)
-    return _sum(name, config, model, parts)
+    training = {part: FORWARD_AND_BACKWARD * flops for part, flops in forward.items()}
+    return _sum(name, config, model, _parts(model.config.chunk_size, sizes, training, forward))
 
 
-def _parts(sizes: dict[str, int], training: dict[str, float], inference: dict[str, float]) -> dict[str, Part]:
-    names = dict.fromkeys((*sizes, *training, *inference))
-    return {n: Part(sizes.get(n, 0), training.get(n, 0.0), inference.get(n, 0.0)) for n in names}
+def _parts(
+    chunk_size: int, sizes: dict[str, int], training: dict[str, float], inference: dict[str, float]
+) -> dict[str, Part]:
+    """Combine parameters and FLOPs per chunk by name."""
+    return {
+        name: Part(sizes.get(name, 0), training.get(name, 0.0) / chunk_size, inference.get(name, 0.0) / chunk_size)
+        for name in dict.fromkeys((*sizes, *training, *inference))
+    }
 
 
 def _sum(name: str, config: RunConfig, model: Any, parts: dict[str, Part]) -> Cost:
     tokens = config.train.steps * config.data.batch_size * config.data.sequence_length
-    everything = count_parameters(model)
+    total = count_parameters(model)
     return Cost(
         name,
-        everything - (count_parameters(model.autoencoder) if isinstance(model, Calm) else 0),
-        everything,
+        total - (count_parameters(model.autoencoder) if isinstance(model, Calm) else 0),
+        total,
         tokens * sum(part.train_flops_per_token for part in parts.values()),
         sum(part.inference_flops_per_token for part in parts.values()),
         model.config.vocab_size,

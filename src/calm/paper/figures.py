@@ -3,7 +3,7 @@
 import io
 from typing import Any
 
-from calm.paper.values import Line, Table
+from calm.paper.experiment import Line, Table
 
 STYLE: Any = {
     "font.size": 11,
@@ -16,27 +16,21 @@ STYLE: Any = {
     "lines.markersize": 5,
     "savefig.dpi": 150,
 }
-COLOURS = ("#1f5fa8", "#e07b00", "#2a8c4a", "#b03a8c", "#6b6b6b", "#00a0a8")
+COLORS = ("#1f5fa8", "#e07b00", "#2a8c4a", "#b03a8c", "#6b6b6b", "#00a0a8")
 MARKERS = "os^Dvp"
 DECIMAL_RANGE = 0.1, 1e4  # axis limits within which tick labels are decimal numbers
 
 
 def draw(table: Table) -> bytes:
-    """Draw the figure of a table.
-
-    Returns:
-        The PNG file as bytes.
-    """
+    """Draw the figure of a table as a PNG."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     figure = table.experiment.figure
-    with pyplot.rc_context(STYLE):
-        size = (6.4 * len(figure.panels), 4.4)
-        page, axes = pyplot.subplots(1, len(figure.panels), figsize=size, layout="constrained", squeeze=False)
-        for axis, (column, label) in zip(axes[0], figure.panels.items(), strict=True):
+    with matplotlib.rc_context(STYLE):
+        page = Figure(figsize=(6.4 * len(figure.panels), 4.4), layout="constrained")
+        axes = page.subplots(1, len(figure.panels), squeeze=False)[0]
+        for axis, (column, label) in zip(axes, figure.panels.items(), strict=True):
             if figure.x:
                 _curves(axis, table, column)
             else:
@@ -45,27 +39,35 @@ def draw(table: Table) -> bytes:
             if column.startswith("brier") and axis.get_ylim()[0] > 0:
                 axis.set_ylim(bottom=0)  # a truncated axis would exaggerate small differences
         page.suptitle(table.experiment.title)
-        content = io.BytesIO()
-        page.savefig(content, format="png")
-        pyplot.close(page)
+        return png(page)
+
+
+def png(figure: Any, dpi: int | None = None) -> bytes:
+    """Render a matplotlib figure as a PNG."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=dpi)
     return content.getvalue()
 
 
 def _curves(axis: Any, table: Table, column: str) -> None:
     figure = table.experiment.figure
-    lines = [line for line in table.lines.values() if line.row.series and _x(line, figure.x_column) is not None]
+
+    def x(line: Line) -> float | None:
+        return line.row.x if figure.x_column is None else line.value(figure.x_column)
+
+    lines = [line for line in table.lines.values() if line.row.series and x(line) is not None]
     for number, series in enumerate(dict.fromkeys(line.row.series for line in lines)):
-        points = [line for line in lines if line.row.series == series and _has_value(line, column)]
+        points = [line for line in lines if line.row.series == series and line.value(column) is not None]
         if not points:
             continue
-        xs = [_x(line, figure.x_column) for line in points]
-        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+        style = {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
         linestyle = "-" if len(points) > 1 else ""
-        axis.errorbar(xs, *_values(points, column), linestyle=linestyle, capsize=3, label=series, **style)
+        xs, (ys, errors) = [x(line) for line in points], _values(points, column)
+        axis.errorbar(xs, ys, errors, linestyle=linestyle, capsize=3, label=series, **style)
         if figure.x_column is not None and figure.annotate:
-            for line, x in zip(points, xs, strict=True):
+            for line in points:
                 text = f"{line.row.x:g}" if line.row.x is not None else line.row.label.removeprefix(f"{series}, ")
-                xy = x, line.values[column].value
+                xy = x(line), line.value(column)
                 below = number % 2 == 0  # alternate sides, so that labels of adjacent curves do not overlap
                 offset: Any = {"xytext": (5, -12), "ha": "left"} if below else {"xytext": (-5, 5), "ha": "right"}
                 axis.annotate(text, xy, textcoords="offset points", fontsize=8, color=style["color"], **offset)
@@ -92,10 +94,10 @@ def _log_scale(axis: Any) -> None:
 
 def _categories(axis: Any, table: Table, column: str) -> None:
     lines = list(table.lines.values())
-    ticks = [tick for tick, line in enumerate(lines) if _has_value(line, column)]
+    ticks = [tick for tick, line in enumerate(lines) if line.value(column) is not None]
     if not ticks:
         _no_values(axis)
-    axis.errorbar(ticks, *_values([lines[tick] for tick in ticks], column), fmt="o", capsize=4, color=COLOURS[0])
+    axis.errorbar(ticks, *_values([lines[tick] for tick in ticks], column), fmt="o", capsize=4, color=COLORS[0])
     axis.set_xticks(range(len(lines)), [line.row.label for line in lines], rotation=25, ha="right")
     axis.set_xlim(-0.5, len(lines) - 0.5)  # rows without a value keep their tick
 
@@ -105,23 +107,18 @@ def _no_values(axis: Any) -> None:
     axis.text(0.5, 0.5, text, ha="center", transform=axis.transAxes)
 
 
-def _has_value(line: Line, column: str) -> bool:
-    return column in line.values and line.values[column].value is not None
-
-
-def _x(line: Line, column: str | None) -> float | None:
-    return line.row.x if column is None else line.values[column].value if column in line.values else None
-
-
 def _values(lines: list[Line], column: str) -> tuple[list[float], list[list[float]]]:
     """Values, and the lengths of their error bars below and above.
 
     A BrierLM without a lower bound may be undefined: its error bar extends to 0. Values without an interval get an
     error bar of length 0.
     """
-    values = [line.values[column] for line in lines]
-    ys = [float(v.value or 0) for v in values]
-    highs = [h if v.high is None else v.high for v, h in zip(values, ys, strict=True)]
-    lows = [(h if v.high is None else 0.0) if v.low is None else v.low for v, h in zip(values, ys, strict=True)]
-    down, up = ([max(0.0, a - b) for a, b in zip(*pair, strict=True)] for pair in ((ys, lows), (highs, ys)))
-    return ys, [down, up]
+    values, below, above = [], [], []
+    for line in lines:
+        low, value, high = line.values[column].bounds
+        if line.values[column].low is None and line.values[column].high is not None:
+            low = 0.0
+        values.append(value)
+        below.append(max(0.0, value - low))
+        above.append(max(0.0, high - value))
+    return values, [below, above]

@@ -1,5 +1,5 @@
-"""What experiments measure of a run: scores on held-out text, reconstruction, a point of the accuracy-diversity plane,
-the time of a training step, or the cost by formula. Results are plain objects, which results.json keeps.
+"""Measures of a run: scores on held-out text, reconstruction accuracy, the accuracy-diversity trade-off, step time, or
+estimated cost. Results are JSON-serializable and are stored in results.json.
 """
 
 import json
@@ -21,44 +21,43 @@ from calm.evaluate.reconstruction import evaluate_autoencoder
 from calm.evaluate.tradeoff import calm_samples, hidden_states, measure, transformer_samples, windows
 from calm.generate.sampler import SamplingParams
 from calm.paper.cost import cost_of
-from calm.paper.runs import Run, digest
-from calm.paper.scales import Scale
+from calm.paper.scales import Run, Scale, digest
 from calm.train.optimizer import adamw
 from calm.train.stages import STAGES
 
-DRAWS, BATCH_SIZE = 4, 50  # samples per position, and batch size, of the accuracy-diversity plane
+DRAWS, BATCH_SIZE = 4, 50  # samples per position, and batch size, of the accuracy-diversity trade-off
 TIMED_STEPS = 8
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One thing to measure of one run."""
+    """A quantity to measure of a run."""
 
-    kind: str  # a key of TAKE
+    kind: str  # a key of EVALUATE
     run: Run
     options: tuple[tuple[str, Any], ...] = ()
 
-    def key(self, text: str) -> str:
-        return digest([self.kind, self.run.key(text), sorted(self.options)])
+    def key(self, data_digest: str) -> str:
+        return digest([self.kind, self.run.key(data_digest), sorted(self.options)])
 
-    def of(self, seed: int) -> "Measure":
-        return Measure(self.kind, self.run.of(seed), self.options)
+    def with_seed(self, seed: int) -> "Measure":
+        return Measure(self.kind, self.run.with_seed(seed), self.options)
 
     @property
     def is_seeded(self) -> bool:
-        """Whether it is repeated with every seed."""
+        """Whether it is measured for every seed of a scale."""
         return self.kind == "scores"
 
     @property
     def runs(self) -> list[Run]:
-        """Runs that must be trained before, in this order."""
-        below = [self.run.autoencoder] if self.run.autoencoder is not None else []
-        return {"cost": [], "step-time": below}.get(self.kind, [*below, self.run])
+        """Runs to train before measuring, in this order."""
+        autoencoder = [self.run.autoencoder] if self.run.autoencoder is not None else []
+        return {"cost": [], "step-time": autoencoder}.get(self.kind, [*autoencoder, self.run])
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a measure finds the run and its data."""
+class Inputs:
+    """What a measure is computed from."""
 
     config: RunConfig
     model: Path
@@ -68,7 +67,7 @@ class Place:
 
 
 def scores(run: Run, scale: Scale, *, stride: int | None = None, **changes: Any) -> Measure:
-    """BrierLM with the sums of every document; `changes` are fields of the model's config that affect sampling."""
+    """BrierLM with the sums of each document. `changes` override fields of config.json that affect sampling."""
     options = {
         "split": scale.split,
         "samples": scale.samples,
@@ -83,18 +82,9 @@ def reconstruction(run: Run, scale: Scale) -> Measure:
     return Measure("reconstruction", run, (("split", scale.split),))
 
 
-def on_autoencoder(below: Run, scale: Scale) -> tuple[Measure, Measure]:
-    """Scores of the base model on an autoencoder, and its reconstruction."""
-    return scores(scale.calm(autoencoder=below), scale), reconstruction(below, scale)
-
-
-def repeated(scale: Scale, seed: int) -> Measure:
-    """The base model with another seed."""
-    return scores(scale.calm().of(seed), scale)
-
-
-def repeated_from_the_autoencoder_on(scale: Scale, seed: int) -> Measure:
-    return scores(scale.calm(autoencoder=scale.autoencoder().of(seed)).of(seed), scale)
+def base_scores(scale: Scale, seed: int) -> Measure:
+    """Scores of the base model with another seed."""
+    return scores(scale.calm().with_seed(seed), scale)
 
 
 def tradeoff(run: Run, scale: Scale, temperature: float, candidates: int | None = None) -> Measure:
@@ -112,65 +102,65 @@ def cost(run: Run, candidates: int = 1) -> Measure:
 
 
 def _scores(
-    place: Place, split: str, samples: int, context: int | None, most_tokens: int | None, stride: int, **changes: Any
+    inputs: Inputs, split: str, samples: int, context: int | None, most_tokens: int | None, stride: int, **changes: Any
 ) -> dict[str, Any]:
     options = Options(samples, context=context, most_tokens=most_tokens, stride=stride, keep_sums=True)
-    with tempfile.TemporaryDirectory() as aside:
-        model = _changed(place, changes, Path(aside)) if changes else place.model
-        answer = evaluate_language_models([model], place.data, split, options, place.world, place.report)
+    with tempfile.TemporaryDirectory() as folder:
+        model = _with_config(inputs.model, changes, Path(folder)) if changes else inputs.model
+        answer = evaluate_language_models([model], inputs.data, split, options, inputs.world, inputs.report)
     (model_scores,) = answer["models"].values()
     return {name: model_scores[name] for name in ("sums", "cross_entropy") if name in model_scores}
 
 
-def _changed(place: Place, changes: dict[str, Any], aside: Path) -> Path:
-    """The same model with other values in its config.json."""
-    for path in place.model.resolve().iterdir():
+def _with_config(model: Path, changes: dict[str, Any], folder: Path) -> Path:
+    """Create a copy of a model directory in `folder`, by symbolic links, with changed values in its config.json."""
+    for path in model.resolve().iterdir():
         if path.name != "config.json":
-            (aside / path.name).symlink_to(path)
-    config = json.loads((place.model / "config.json").read_bytes())
-    (aside / "config.json").write_text(json.dumps(config | changes))
-    return aside
+            (folder / path.name).symlink_to(path)
+    config = json.loads((model / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
 
 
-def _reconstruction(place: Place, split: str) -> dict[str, Any]:
-    metrics = evaluate_autoencoder(place.model, place.data, split)
+def _reconstruction(inputs: Inputs, split: str) -> dict[str, Any]:
+    metrics = evaluate_autoencoder(inputs.model, inputs.data, split)
     names = ("token_accuracy", "chunk_accuracy", "mean_sigma", "collapsed_dimensions", "latent_size", "tokens")
     return {name: metrics[name] for name in names}
 
 
 @torch.no_grad()
-def _tradeoff(place: Place, split: str, positions: int, temperature: float, candidates: int | None) -> dict[str, Any]:
-    texts, targets = windows(place.data, positions, split)
-    if place.config.stage == "transformer":
-        model: Any = load_transformer(place.model)
+def _tradeoff(inputs: Inputs, split: str, positions: int, temperature: float, candidates: int | None) -> dict[str, Any]:
+    texts, targets = windows(inputs.data, positions, split)
+    if inputs.config.stage == "transformer":
+        model: Any = load_transformer(inputs.model)
         return measure(transformer_samples(model, texts, temperature, 2 * DRAWS, BATCH_SIZE), targets)
-    model = load_calm(place.model)
+    model = load_calm(inputs.model)
     hidden = hidden_states(model, texts, BATCH_SIZE)
     params = SamplingParams(temperature, candidates, "batch") if candidates not in (None, 1) else SamplingParams()
     samples, costs = calm_samples(model, hidden, params.resolve(model.head), DRAWS, BATCH_SIZE)
     return measure(samples, targets) | costs
 
 
-def _step_time(place: Place) -> dict[str, Any]:
-    """Median CPU time of a training step, which other programs do not affect."""
-    torch.manual_seed(place.config.seed)
-    stage = STAGES[place.config.stage](place.config, place.world)
-    settings, model = place.config.optimizer, stage.model.train()
+def _step_time(inputs: Inputs) -> dict[str, Any]:
+    """Median CPU time of a training step. Unlike wall-clock time, it does not depend on other programs."""
+    torch.manual_seed(inputs.config.seed)
+    stage = STAGES[inputs.config.stage](inputs.config, inputs.world)
+    settings, model = inputs.config.optimizer, stage.model.train()
     optimizer = adamw(model, settings.betas, settings.eps, settings.weight_decay)
     seconds = []
     for step in range(TIMED_STEPS):
-        share, began = stage.read(step), time.process_time()
-        for part in stage.micro_batches(share):
+        batch, start = stage.read(step), time.process_time()
+        for part in stage.micro_batches(batch):
             model(**part)["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append(time.process_time() - began)
+        seconds.append(time.process_time() - start)
     return {"step_seconds": statistics.median(seconds[1:])}
 
 
-def _cost(place: Place, candidates: int) -> dict[str, Any]:
-    context = place.config.data.sequence_length // place.config.data.chunk_size
-    costs = cost_of("", place.config, context, candidates)
+def _cost(inputs: Inputs, candidates: int) -> dict[str, Any]:
+    context = inputs.config.data.sequence_length // inputs.config.data.chunk_size
+    costs = cost_of("", inputs.config, context, candidates)
     return {
         "parameters": costs.parameters,
         "train_flops": costs.train_flops,
@@ -180,7 +170,7 @@ def _cost(place: Place, candidates: int) -> dict[str, Any]:
     }
 
 
-TAKE: dict[str, Callable[..., dict[str, Any]]] = {
+EVALUATE: dict[str, Callable[..., dict[str, Any]]] = {
     "scores": _scores,
     "reconstruction": _reconstruction,
     "tradeoff": _tradeoff,
@@ -189,5 +179,5 @@ TAKE: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-def take(measure: Measure, place: Place) -> dict[str, Any]:
-    return TAKE[measure.kind](place, **dict(measure.options))
+def evaluate(measure: Measure, inputs: Inputs) -> dict[str, Any]:
+    return EVALUATE[measure.kind](inputs, **dict(measure.options))

@@ -24,12 +24,10 @@ from calm.data.shards import MANIFEST, read_manifest
 from calm.distributed import World, process_group
 from calm.errors import UserError
 from calm.files import claimed
-from calm.paper.experiment import Experiment, Row
-from calm.paper.measures import Measure, Place, take
+from calm.paper.experiment import FAILED, Experiment, Row, Table, build_table
+from calm.paper.measures import Inputs, Measure, evaluate
 from calm.paper.results import Results
-from calm.paper.runs import STEPS, Run, digest
-from calm.paper.scales import EMBEDDED, Scale
-from calm.paper.values import FAILED, Table, build_table
+from calm.paper.scales import EMBEDDED, STEPS, Run, Scale, digest
 from calm.screen import Screen
 from calm.train.loop import Diverged, TrainingStopped, train
 from calm.train.tracking import METRICS
@@ -54,9 +52,9 @@ class Reproduction:
         self.scale, self.output, self.screen, self.world, self.resume = scale, output, screen, world, resume
         self.data = data or scale.prepared or output / "data"
         self.prepares = data is None and scale.prepared is None
-        self.text = digest(["embedded", asdict(EMBEDDED)]) if self.prepares else _data_digest(self.data)
+        self.data_digest = digest(["embedded", asdict(EMBEDDED)]) if self.prepares else _data_digest(self.data)
         name = f"{scale.name}, K = {scale.chunk_size}" if scale.has_custom_chunk_size else scale.name
-        self.results = Results(output, name, self.text)
+        self.results = Results(output, name, self.data_digest)
         self._check_version()
 
     def _check_version(self) -> None:
@@ -79,82 +77,76 @@ class Reproduction:
 
     def pending(self, experiment: Experiment) -> list[tuple[Measure, str]]:
         """Measures without a stored result, without duplicates, and the label of the row that needs each."""
-        required = [(measure, row.label) for row in self.rows(experiment) for measure in self._measures([row])]
-        required += [(measure, "another seed") for measure in self._repeats(experiment)]
-        unique = {measure.key(self.text): (measure, label) for measure, label in required}
+        unique = {measure.key(self.data_digest): (measure, label) for measure, label in self._measures(experiment)}
         return [pair for pair in unique.values() if self.results.find(pair[0]) is None]
 
     def digest(self, experiment: Experiment) -> str:
         """Hash of everything that determines the output of an experiment."""
-        return digest(
-            [__version__, OUTPUT_VERSION, [measure.key(self.text) for measure in self._all_measures(experiment)]]
-        )
+        keys = [measure.key(self.data_digest) for measure, _ in self._measures(experiment)]
+        return digest([__version__, OUTPUT_VERSION, keys])
 
     def table(self, experiment: Experiment) -> Table:
         """The table of an experiment without pending measures."""
-        rows = self.rows(experiment)
-        repeats = self._repeats(experiment)
-        results = {row.label: [self._stored(self._with_seeds(each, repeats)) for each in row.measures] for row in rows}
-        return build_table(experiment, rows, results, self._stored(repeats))
+        rows, repeats = self.rows(experiment), self._repeats(experiment)
+        base_keys = {measure.key(self.data_digest) for measure in repeats}
 
-    def _with_seeds(self, measure: Measure, repeats: list[Measure]) -> list[Measure]:
-        """The measure with each seed of the scale, or, for the base model, with all of its seeds."""
-        keys = [each.key(self.text) for each in repeats]
-        return repeats if measure.key(self.text) in keys else self._seeded(measure)
+        def stored(measures: list[Measure]) -> list[dict[str, Any]]:
+            return [self.results.measures[measure.key(self.data_digest)]["answer"] for measure in measures]
 
-    def _stored(self, measures: list[Measure]) -> list[dict[str, Any]]:
-        return [self.results.measures[measure.key(self.text)]["answer"] for measure in measures]
+        def of_all_seeds(measure: Measure) -> list[dict[str, Any]]:
+            """Results with each seed of the scale or, for the base model, with all of its seeds."""
+            return stored(repeats if measure.key(self.data_digest) in base_keys else self._seeded(measure))
+
+        results = {row.label: [of_all_seeds(measure) for measure in row.measures] for row in rows}
+        return build_table(experiment, rows, results, stored(repeats))
 
     def rows(self, experiment: Experiment) -> list[Row]:
         return experiment.rows(self.scale, self.results.find)
 
     def commands(self, experiment: Experiment) -> list[str]:
         """The `calm train` commands of an experiment."""
-        runs = [run for measure in self._all_measures(experiment) for run in measure.runs]
-        return [self.command(run) for run in dict.fromkeys(runs)]
+        runs = [run for measure, _ in self._measures(experiment) for run in measure.runs]
+        return [self._command(run) for run in dict.fromkeys(runs)]
 
-    def command(self, run: Run) -> str:
+    def _command(self, run: Run) -> str:
         settings = " ".join(f"--set {quote(item)}" for item in run.overrides(self.data, self._autoencoder(run)))
         return f"calm train {run.recipe} --output {quote(str(self.directory(run)))} {settings}"
 
     def directory(self, run: Run) -> Path:
-        return self.output / "runs" / f"{run.recipe}-{run.key(self.text)}"
+        return self.output / "runs" / f"{run.recipe}-{run.key(self.data_digest)}"
 
     def _autoencoder(self, run: Run) -> Path | None:
         return self.directory(run.autoencoder) / "model" if run.autoencoder is not None else None
 
-    def _seeded(self, measure: Measure) -> list[Measure]:
-        return [measure.of(seed) for seed in self.scale.seeds] if measure.is_seeded else [measure]
+    def _measures(self, experiment: Experiment) -> list[tuple[Measure, str]]:
+        """All measures of an experiment, and the label of the row that needs each."""
+        required = [(measure, row.label) for row in self.rows(experiment) for measure in row.measures]
+        measures = [(seeded, label) for measure, label in required for seeded in self._seeded(measure)]
+        return measures + [(measure, "another seed") for measure in self._repeats(experiment)]
 
-    def _measures(self, rows: list[Row]) -> list[Measure]:
-        return [seeded for row in rows for measure in row.measures for seeded in self._seeded(measure)]
+    def _seeded(self, measure: Measure) -> list[Measure]:
+        return [measure.with_seed(seed) for seed in self.scale.seeds] if measure.is_seeded else [measure]
 
     def _repeats(self, experiment: Experiment) -> list[Measure]:
         return [experiment.repeat(self.scale, seed) for seed in self.scale.repeats] if experiment.repeat else []
 
-    def _all_measures(self, experiment: Experiment) -> list[Measure]:
-        return self._measures(self.rows(experiment)) + self._repeats(experiment)
-
     def _measure(self, measure: Measure) -> None:
         self._prepare()
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             for run in measure.runs:
                 self._train(run)
-            began = time.perf_counter()
-            result = self._take(measure)
+            start = time.perf_counter()
+            config = measure.run.config(self.data, self._autoencoder(measure.run))
+            with self.screen.evaluation() as report:
+                inputs = Inputs(config, self.directory(measure.run) / "model", self.data, self.world, report)
+                result = self.world.broadcast(evaluate(measure, inputs))
         except Diverged as error:  # divergence is a result of its own
             self.screen.warn(str(error))
             result = {FAILED: str(error).splitlines()[0]}
-        self.results.keep(measure, result, time.perf_counter() - began)
+        self.results.add(measure, result, time.perf_counter() - start)
         if self.world.is_main:
             self.results.write()
-
-    def _take(self, measure: Measure) -> dict[str, Any]:
-        config = measure.run.config(self.data, self._autoencoder(measure.run))
-        with self.screen.evaluation() as report:
-            place = Place(config, self.directory(measure.run) / "model", self.data, self.world, report)
-            return self.world.broadcast(take(measure, place))
 
     def _prepare(self) -> None:
         if (self.data / MANIFEST).exists():
@@ -229,23 +221,3 @@ def reproduction(
             raise UserError(
                 f"no space left on the device of {output}; free some space and continue with --resume"
             ) from error
-
-
-def as_json(table: Table) -> dict[str, Any]:
-    """Values and verdicts of an experiment as plain objects."""
-    return {
-        "rows": [
-            {
-                "label": line.row.label,
-                "series": line.row.series or None,
-                "x": line.row.x,
-                "values": {
-                    name: {**value._asdict(), "by_seed": list(value.by_seed)} for name, value in line.values.items()
-                },
-                "failed": line.failed,
-                "paper": line.row.paper,
-            }
-            for line in table.lines.values()
-        ],
-        "verdicts": [verdict._asdict() for verdict in table.experiment.claims(table)],
-    }

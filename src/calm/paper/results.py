@@ -1,4 +1,4 @@
-"""results.json: all measured results, keyed by a hash of the run and options. Contains no weights and no paths.
+"""results.json: all measured results by a hash of the run and options. It contains neither weights nor paths.
 
 Each measure is one line, so that diffs of a file under version control show which results were added.
 """
@@ -23,8 +23,8 @@ FORMAT = 1
 class Results:
     """Results of one scale, backed by results.json."""
 
-    def __init__(self, directory: Path, scale: str, text: str):
-        self.path, self.text = directory / FILE, text
+    def __init__(self, directory: Path, scale: str, data_digest: str):
+        self.path, self.data_digest = directory / FILE, data_digest
         self.header = {"format": FORMAT, "scale": scale, "calm": __version__}
         self.measures: dict[str, dict[str, Any]] = {}
         self.experiments: dict[str, Any] = {}
@@ -49,11 +49,11 @@ class Results:
 
     def find(self, measure: Measure) -> dict[str, Any] | None:
         """The stored result of a measure, or None."""
-        stored = self.measures.get(measure.key(self.text))
+        stored = self.measures.get(measure.key(self.data_digest))
         return stored["answer"] if stored is not None else None
 
-    def keep(self, measure: Measure, answer: dict[str, Any], seconds: float) -> None:
-        self.measures[measure.key(self.text)] = {
+    def add(self, measure: Measure, answer: dict[str, Any], seconds: float) -> None:
+        self.measures[measure.key(self.data_digest)] = {
             "kind": measure.kind,
             "recipe": measure.run.recipe,
             "settings": dict(measure.run.settings),
@@ -76,10 +76,12 @@ class Results:
 
 def hardware() -> str:
     """CPU model, and the number of cores available to this process."""
-    names = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+    return f"{processor()}, {len(os.sched_getaffinity(0))} cores"
 
 
-def _cpuinfo() -> list[str]:
+def processor() -> str:
+    """CPU model."""
     path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

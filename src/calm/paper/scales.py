@@ -1,21 +1,98 @@
-"""Scales of the experiments: from minutes on two cores to the paper's model sizes on a cluster.
+"""Training runs of the experiments, and scales: from minutes on two cores to the paper's model sizes on a cluster.
+
+A run is identified by its key, a hash of its configuration, its data and its autoencoder's key. Paths and settings that
+do not affect the weights, such as logging intervals, are excluded. Experiments that need the same run therefore share
+it, and stored results remain valid on other machines.
 
 A scale selects the recipes for the paper's models, the data, and how much of it is scored. Everything else is the same
 at every scale. The embedded text uses a vocabulary of 280 tokens, mostly single characters: small models soon reach a
 positive BrierLM on it, and models can only be ranked by scores above 0.
 """
 
+import hashlib
+import json
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from calm.config import RunConfig, changed_values, load_config
 from calm.data.workers import PrepareOptions
 from calm.errors import UserError, did_you_mean
-from calm.paper.runs import STEPS, Run
 
 CHUNK_SIZES = (1, 2, 4, 8)
 DEFAULT_CHUNK_SIZE = 4
 EMBEDDED = PrepareOptions("bpe:280", validation_share=0.05, test_share=0.05)
+NO_EFFECT_ON_WEIGHTS = {  # fields of the train section that are not part of the key
+    *("log_every", "evaluate_every", "evaluation_batches", "checkpoint_every", "keep_checkpoints"),
+    *("tensorboard", "wandb"),
+}
+STEPS = "train.steps"
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: a recipe with changed settings and, for a CALM model, its autoencoder."""
+
+    recipe: str
+    settings: tuple[tuple[str, Any], ...] = ()  # recipe field → value; later values override earlier ones
+    autoencoder: "Run | None" = None
+
+    def with_settings(self, changes: dict[str, Any]) -> "Run":
+        """A copy with changed settings."""
+        return replace(self, settings=(*self.settings, *changes.items()))
+
+    def with_seed(self, seed: int) -> "Run":
+        """A copy with another seed and the same autoencoder."""
+        return self.with_settings({"seed": seed}) if seed else self
+
+    def config(self, data: Path, autoencoder: Path | None) -> RunConfig:
+        return load_config(self.recipe, self.overrides(data, autoencoder))
+
+    def overrides(self, data: Path, autoencoder: Path | None) -> list[str]:
+        """Arguments of `calm train RECIPE --set`."""
+        values = dict(self.settings) | {"data.sets.0.path": str(data)}
+        if autoencoder is not None:
+            values["language_model.autoencoder"] = str(autoencoder)
+        return [f"{field}={json.dumps(value)}" for field, value in values.items()]
+
+    @property
+    def base_config(self) -> RunConfig:
+        """The configuration with placeholder paths."""
+        return _base_config(self)
+
+    @property
+    def steps(self) -> int:
+        return self.base_config.train.steps
+
+    def key(self, data_digest: str) -> str:
+        """Hash of everything that determines the weights; `data_digest` identifies the training data."""
+        return _key(self, data_digest)
+
+    def until(self, fraction: float) -> "Run":
+        """The run after a fraction of its steps, with a constant learning rate: shorter runs can be extended."""
+        return self.with_settings({STEPS: max(1, round(fraction * self.steps)), "optimizer.schedule": "constant"})
+
+    @property
+    def is_extendable(self) -> bool:
+        """Whether a longer run can continue from this one and reach the same weights."""
+        return self.base_config.optimizer.schedule == "constant"
+
+
+@cache  # avoids loading and validating the recipe again
+def _base_config(run: Run) -> RunConfig:
+    return run.config(Path("data"), run.autoencoder and Path("autoencoder"))
+
+
+@cache
+def _key(run: Run, data_digest: str) -> str:
+    values = changed_values(run.base_config)
+    values["train"] = {name: value for name, value in values["train"].items() if name not in NO_EFFECT_ON_WEIGHTS}
+    return digest([values, data_digest, run.autoencoder and run.autoencoder.key(data_digest)])
 
 
 @dataclass(frozen=True)
@@ -72,31 +149,38 @@ class Scale:
 
     def training_curve(self, run: Run) -> list[tuple[int, Run]]:
         """The run after each fraction of its steps in `curve_points`, as (steps, run)."""
-        return [((until := run.until(share)).steps, until) for share in self.curve_points]
+        return [((partial := run.until(fraction)).steps, partial) for fraction in self.curve_points]
 
 
 SHAPE = ("latent_size", "hidden_size", "intermediate_size", "num_encoder_layers", "num_decoder_layers")
 
 
 def _backbone(layers: int, width: int, heads: int = 4) -> dict[str, Any]:
-    inner = -(-width * 8 // 3 // 16) * 16
-    shape = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
-    shape["num_attention_heads"] = heads
-    return {f"language_model.backbone.{name}": value for name, value in shape.items()}
+    return {
+        "language_model.backbone.hidden_size": width,
+        "language_model.backbone.intermediate_size": -(-width * 8 // 3 // 16) * 16,  # rounded up to a multiple of 16
+        "language_model.backbone.num_hidden_layers": layers,
+        "language_model.backbone.num_attention_heads": heads,
+    }
 
 
 def _embedded(name: str, about: str, sizes: dict[str, dict[str, Any]], changes: dict[str, Any], **more: Any) -> Scale:
     """A scale on the embedded text with the characters-* recipes; `changes` apply to all three of them."""
-    autoencoders = {
-        k: Run("characters-autoencoder").with_settings(
-            {"data.chunk_size": k, "autoencoder.latent_size": 8 * k, **changes}
-        )
-        for k in CHUNK_SIZES
-    }
-    calm, transformer = (Run(f"characters-{kind}").with_settings(changes) for kind in ("calm", "transformer"))
-    calms = {size: calm.with_settings(shape) for size, shape in sizes.items()}
-    transformers = {size: transformer.with_settings(shape) for size, shape in sizes.items()}
-    return Scale(name, about, None, "", autoencoders, calms, transformers, context=128, **more)
+    autoencoder, calm, transformer = (Run(f"characters-{kind}") for kind in ("autoencoder", "calm", "transformer"))
+    return Scale(
+        name,
+        about,
+        None,
+        "",
+        {
+            k: autoencoder.with_settings({"data.chunk_size": k, "autoencoder.latent_size": 8 * k, **changes})
+            for k in CHUNK_SIZES
+        },
+        {size: calm.with_settings(changes | shape) for size, shape in sizes.items()},
+        {size: transformer.with_settings(changes | shape) for size, shape in sizes.items()},
+        context=128,
+        **more,
+    )
 
 
 _SMALL = {"S": _backbone(1, 32), "M": _backbone(1, 48), "L": _backbone(2, 48), "XL": _backbone(2, 64)}
@@ -123,12 +207,6 @@ LAPTOP = _embedded(
     positions=2_000,
     repeats=(0, 1, 2, 3),
 )
-
-
-def _recipes(prefix: str, sizes: tuple[str, ...]) -> dict[str, Run]:
-    return {size.upper(): Run(f"{prefix}-{size}") for size in sizes}
-
-
 ENWIK8 = Scale(
     "enwik8",
     "days on two cores: Wikipedia text, about an hour per run",
@@ -160,8 +238,8 @@ PAPER = Scale(
     "calm prepare 'pile/*.jsonl.zst' --tokenizer tokenizer.model --validation-share 0.0001 --test-share 0.0001 "
     "--output data/pile",
     {k: Run(f"paper-autoencoder-k{k}") for k in CHUNK_SIZES},
-    {"base": Run("paper-ablation"), **_recipes("paper-calm", ("s", "m", "l", "xl"))},
-    {"base": Run("paper-transformer-s"), **_recipes("paper-transformer", ("s", "m", "l"))},
+    {"base": Run("paper-ablation")} | {size: Run(f"paper-calm-{size.lower()}") for size in ("M", "L", "XL")},
+    {size: Run(f"paper-transformer-{recipe}") for size, recipe in {"base": "s", "S": "s", "M": "m", "L": "l"}.items()},
     curve_points=(0.1, 0.25, 0.5, 0.75, 1.0),
     samples=4,
 )

@@ -14,15 +14,10 @@ from calm.files import TEMPORARY, write_json
 
 PLAN = "quickstart.json"
 STAGES = ("autoencoder", "calm", "transformer")
-SHARES = {
-    "autoencoder": 0.17,
-    "calm": 0.255,
-    "transformer": 0.255,
-}  # of the minutes; the rest is for data preparation and evaluation
+SHARES = {"autoencoder": 0.17, "calm": 0.255, "transformer": 0.255}  # the rest is for preparation and evaluation
 STEPS_PER_MINUTE = {"autoencoder": 500, "calm": 440, "transformer": 197}  # measured on two cores
 MIN_STEPS = 20
 MIN_BYTES = 200_000
-MIN_TOKENS = 1_000  # per split
 EVALUATIONS = 6  # per training run
 
 
@@ -38,7 +33,7 @@ class Plan:
         if self.minutes > 24 * 60:
             raise UserError(f"--minutes {self.minutes:g} is more than a day; use calm train for longer runs")
 
-    def check_text(self) -> None:
+    def check_data(self) -> None:
         """Raise UserError early if the input files are too small."""
         sizes = [source.size for source in open_sources(list(self.data))]
         if None not in sizes and (total := sum(size or 0 for size in sizes)) < MIN_BYTES:
@@ -81,7 +76,7 @@ def model_of(output: Path, stage: str) -> Path:
     return output / "runs" / stage / "model"
 
 
-def keep_plan(plan: Plan, output: Path) -> None:
+def save_or_check_plan(plan: Plan, output: Path) -> None:
     """Write the plan to a new directory, or check that an existing directory has the same plan."""
     path = output / PLAN
     expected: dict[str, Any] = json.loads(json.dumps(asdict(plan)))
@@ -91,7 +86,7 @@ def keep_plan(plan: Plan, output: Path) -> None:
             raise UserError(
                 f"{output} contains files not created by calm quickstart ({names}); choose another --output"
             )
-        plan.check_text()
+        plan.check_data()
         write_json(path, expected)
         return
     try:

@@ -5,15 +5,26 @@ import pytest
 from scipy.stats import pearsonr, spearmanr, t
 
 from calm.evaluate.brier_lm import BrierLM
-from calm.paper.experiment import Experiment, Figure, Row
+from calm.paper.experiment import (
+    FAILED,
+    NO,
+    T_95,
+    UNDECIDED,
+    YES,
+    Experiment,
+    Figure,
+    Line,
+    Row,
+    Table,
+    Value,
+    build_table,
+)
 from calm.paper.experiments import EXPERIMENTS
-from calm.paper.experiments.brier_correlation import correlations
+from calm.paper.experiments.main import correlations
 from calm.paper.figures import _curves, _values, draw
 from calm.paper.measures import Measure, cost, reconstruction, scores, step_time, tradeoff
-from calm.paper.runs import Run
-from calm.paper.scales import SCALES
-from calm.paper.tables import cells, document, markdown
-from calm.paper.values import FAILED, NO, T_95, UNDECIDED, YES, Line, Table, Value, build_table
+from calm.paper.report import cells, document, markdown
+from calm.paper.scales import SCALES, Run
 
 TOY = SCALES["toy"]
 RUN = Run("characters-transformer")
@@ -31,7 +42,7 @@ def sums(level: float, seed: int = 0, noise: float = 0.0) -> dict:
 
 
 def table(rows: dict[str, list[dict]], claims=lambda table: []):
-    experiment = Experiment("e", "E", "here", "f", lambda *_: [], {"brier_lm": "BrierLM"}, Figure(), claims)
+    experiment = Experiment("e", "E", "here", "f", lambda *_: [], claims, {"brier_lm": "BrierLM"})
     table_rows = [Row(label, (scores(RUN, TOY),), {"brier_lm": 4.7}) for label in rows]
     return build_table(experiment, table_rows, {label: [answers] for label, answers in rows.items()})
 
@@ -232,7 +243,7 @@ def test_curves_only_contain_rows_with_a_series():
     from matplotlib.figure import Figure as Page
 
     lines = {name: Line(Row(name, (), {}, series, 1.0), {"brier_lm": Value(2.0)}) for name, series in ("ab", ("c", ""))}
-    experiment = Experiment("e", "E", "here", "f", lambda *_: [], {}, Figure("x"), lambda _: [])
+    experiment = Experiment("e", "E", "here", "f", lambda *_: [], lambda _: [], {}, Figure("x"))
     axis = Page().subplots()
     _curves(axis, Table(experiment, lines), "brier_lm")
     assert axis.get_legend_handles_labels()[1] == ["b"]

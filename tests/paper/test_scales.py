@@ -9,8 +9,7 @@ from calm.config import load_config
 from calm.errors import UserError
 from calm.paper.experiments import EXPERIMENTS
 from calm.paper.results import Results
-from calm.paper.runs import Run, digest
-from calm.paper.scales import CHUNK_SIZES, EMBEDDED, SCALES, scale_of
+from calm.paper.scales import CHUNK_SIZES, EMBEDDED, SCALES, Run, digest, scale_of
 
 RUN = Run("characters-calm", (), Run("characters-autoencoder"))
 EVERY = [(scale, experiment) for scale in SCALES.values() for experiment in EXPERIMENTS.values()]
