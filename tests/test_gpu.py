@@ -8,11 +8,13 @@ import torch
 
 from calm.config import load_config
 from calm.distributed import World
+from calm.evaluate.estimators import estimator_of
 from calm.generate.engine import Engine, Sequence
 from calm.generate.sampler import SamplingParams
 from calm.heads import HEADS
+from calm.noise import RowNoise
 from calm.train.loop import _Run
-from tests.generate.conftest import PAD, build_model
+from tests.generate.conftest import PAD, VOCAB_SIZE, build_model
 from tests.generate.test_engine import METHODS, build_transformer
 from tests.simulated_cuda import CUDA, Simulation, simulated_cuda
 from tests.train.conftest import autoencoder, language_model, recipe, transformer  # noqa: F401  # fixtures
@@ -149,3 +151,24 @@ def test_prompts_are_read_without_a_mask():
         assert set(gpu.attention) == {"causal"}
         engine.step()
         assert set(gpu.attention) == {"causal", "mask"}
+
+
+# --------------------------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("head", ["energy", "chain", "transformer"])
+def test_brier_lm(head):
+    """The same estimates as on a CPU."""
+    model = build_transformer() if head == "transformer" else build_model(2, head=head)
+    texts = torch.randint(VOCAB_SIZE, (2, 16), generator=torch.Generator().manual_seed(0))
+
+    def estimates(model: Any) -> Any:
+        estimator = estimator_of(model, 8, 4, num_latents=1)
+        with torch.no_grad():
+            return estimator.estimate(texts.to(model.device), RowNoise([3, 4], model.device))
+
+    expected = estimates(model)
+    with simulated_cuda():
+        found = estimates(model.to(CUDA))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.values, other, rtol=1e-5, atol=1e-6)

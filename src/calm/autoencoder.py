@@ -180,7 +180,7 @@ class Decoder(nn.Module):
 
     def chunk_states(self, latents: Tensor) -> Tensor:
         """The part that all tokens of a chunk share: (..., Z) → (..., d)."""
-        return self.chunk_layers(self.latent(latents))
+        return self.chunk_layers(self.latent(latents.to(self.latent.weight.dtype)))  # noise is drawn in fp32
 
     def token_states(self, chunk_states: Tensor, first: int = 0, last: int | None = None) -> Tensor:
         """States of the tokens from `first` to before `last` of each chunk: (..., d) → (..., last - first, d)."""

@@ -37,6 +37,10 @@ Model = Annotated[Path, typer.Argument(help="Model directory, or 'bundled' for t
 Int8 = Annotated[
     bool, typer.Option("--int8", help="Quantize the linear layers to int8. Faster; changes outputs slightly. CPU only.")
 ]
+Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda, or cuda:N.")]
+Dtype = Annotated[
+    Literal["auto", "fp32", "bf16"], typer.Option(help="Precision of the weights. auto: bf16 on a GPU, fp32 elsewhere.")
+]
 Seed = Annotated[int, typer.Option(min=0, max=2**62, help="Random seed.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace prepared data in the output directory.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run in the output directory.")]
@@ -276,6 +280,8 @@ def evaluate(
             "it; --harness then uses 64.",
         ),
     ] = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     int8: Int8 = False,
     harness: Annotated[
         list[str] | None,
@@ -304,16 +310,17 @@ def evaluate(
         raise UserError("--limit is for a task of lm_eval; give --harness too, or leave --limit out")
     if harness:
         options = {"limit": limit, "batch_size": batch_size, "seed": seed, "num_latents": likelihood_bound}
+        options |= {"device": device, "dtype": dtype}
         command.run_harness(models, harness, output, as_json, **options)
     elif data is None:
         raise UserError("--data is missing; give a directory made by 'calm prepare', or a text file")
     elif len(models) == 1 and model_type(models[0]) == AutoencoderConfig.model_type:
-        command.evaluate_autoencoder(models[0], data, split, batch_size, output, as_json)
+        command.evaluate_autoencoder(models[0], data, split, batch_size, output, as_json, device)
     else:
         from calm.evaluate.language_models import Options
 
-        options = Options(samples, positions, context, batch_size, seed, likelihood_bound, int8=int8)
-        command.evaluate_language_models(models, data, split, options, output, as_json)
+        options = Options(samples, positions, context, batch_size, seed, likelihood_bound, int8=int8, dtype=dtype)
+        command.evaluate_language_models(models, data, split, options, output, as_json, device)
 
 
 @app.command(epilog="Example: calm generate bundled 'And God said' --temperature 0.5 --num-samples 3")
@@ -371,6 +378,8 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; may be repeated.")] = None,
     num_samples: Annotated[int, typer.Option(min=1, help="Number of continuations to generate.")] = 1,
     seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     int8: Int8 = False,
     show_chunks: Annotated[
         bool,
@@ -391,11 +400,10 @@ def generate(
     params = SamplingParams(temperature, num_candidates, method, tolerance, refill, top_k, top_p, min_p)
     from calm import console
     from calm.checkpoint import resolve_model_dir
-    from calm.distributed import default_device
     from calm.generate.text import TextGenerator
 
     with console.stderr.status("loading"):
-        generator = TextGenerator(resolve_model_dir(model), default_device(), int8=int8)
+        generator = TextGenerator(resolve_model_dir(model), device, dtype, int8=int8)
     params = params.resolve(generator.model.head)
     prompt = _read_prompt(prompt)
     deltas = generator.stream(
@@ -437,6 +445,8 @@ def serve(
     baseline: Annotated[
         Path | None, typer.Option(help="Directory of a Transformer to serve as well, for comparison.")
     ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free port.")] = 8000,
     api_key: Annotated[
@@ -485,7 +495,7 @@ def serve(
     )
     listener = run.bind(host, port, bool(keys), open_to_all)  # fails early: loading the model takes seconds
     with console.stderr.status("loading"):
-        generators = run.load_generators(model, baseline)
+        generators = run.load_generators(model, baseline, device, dtype)
     run.raise_file_limit()
     server = run.make_server(generators, limits, keys)
     listener.listen(server.config.backlog)  # before the URL is printed, so that no client is refused a connection

@@ -211,7 +211,8 @@ def _digits(score: dict[str, Any]) -> int:
 
 def cost_tables(costs: list["Cost"], published: dict[str, tuple[float, float, float]]) -> Iterator[Table]:
     """Table of total costs with deviations from Table 1 of the paper, then one table of components per recipe."""
-    columns = ("parameters", "with autoencoder", "training FLOPs", "inference FLOPs/token", "at N candidates", "memory")
+    flops = "training FLOPs", "inference FLOPs/token", "at N candidates"
+    columns = ("parameters", "with autoencoder", *flops, "CPU memory", "GPU memory")
     table = _numbers_table("recipe", *columns, title="Cost")
     table.columns[0].no_wrap = True
     for cost in costs:
@@ -225,6 +226,7 @@ def cost_tables(costs: list["Cost"], published: dict[str, tuple[float, float, fl
             f"{cost.inference_flops_per_token:.3g}{_deviation(cost.inference_flops_per_token, inference)}",
             f"{with_candidates:.3g} (N={cost.candidates})" if with_candidates else "-",
             f"{cost.peak_memory / 1e9:,.1f} GB",
+            f"{cost.gpu_memory / 1e9:,.1f} GB",
         )
     if any(cost.name in published for cost in costs):
         table.caption = "in parentheses: deviation from the paper"

@@ -1,6 +1,7 @@
-"""The process group: one process by default, many under torchrun."""
+"""Devices, dtypes, and the process group: one process by default, many under torchrun."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from calm.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -64,29 +67,48 @@ _current: list[World] = []  # the process group that has been initialised, if an
 
 
 @contextmanager
-def process_group() -> Iterator[World]:
+def process_group(device: str = "auto") -> Iterator[World]:
     """Initialise the process group that torchrun describes; nested calls share it."""
     if _current:
         yield _current[0]
         return
-    cuda = torch.cuda.is_available()
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    chosen = resolve_device(device)
+    if cuda := chosen.type == "cuda":
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", chosen.index or 0)))
+        torch.cuda.set_device(chosen)
     if size == 1:
-        yield World(0, 1, device)
+        yield World(0, 1, chosen)
         return
     dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo")
     try:
         groups = (dist.new_group(backend="gloo", timeout=timedelta(hours=1)) for _ in ("control", "saving"))
-        _current.append(World(rank, size, device, *groups))
+        _current.append(World(rank, size, chosen, *groups))
         yield _current[0]
     finally:
         _current.clear()
         dist.destroy_process_group()
 
 
-def default_device() -> str:
-    """The device of a single process."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def resolve_device(name: str = "auto") -> torch.device:
+    """The device that a user named: auto (a GPU if there is one), cpu, cuda, or cuda:N."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise ConfigError(f"device must be auto, cpu, cuda, or cuda:N, not {name!r}")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device {name} is not available: torch {torch.__version__} finds no CUDA device; use cpu")
+    device = torch.device("cuda", 0) if name == "auto" else torch.device(name)
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name} is not available: there are {torch.cuda.device_count()} CUDA devices")
+    torch.set_float32_matmul_precision("high")  # TF32 for what remains in fp32
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of weights in inference: auto is bf16 on a GPU that supports it, and fp32 elsewhere."""
+    if name not in ("auto", "fp32", "bf16"):
+        raise ConfigError(f"dtype must be auto, fp32, or bf16, not {name!r}")
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    return torch.bfloat16 if name == "bf16" else torch.float32

@@ -1,9 +1,12 @@
 """Several processes compute the same as one, and resume each other's checkpoints; what FSDP gathers."""
 
 import shutil
+import subprocess
+import time
 from collections import Counter
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +18,7 @@ from calm.distributed import World
 from calm.noise import RowNoise
 from calm.train.distributed import initialize, shard
 from calm.train.stages import described_model
-from tests.train.conftest import metrics, run
+from tests.train.conftest import command, metrics, run
 
 
 def succeed(*arguments, **kwargs):
@@ -45,6 +48,30 @@ def test_two_processes_equal_one_and_resume_each_other(recipe, tmp_path):
         again = [step for step, when in metrics(first, "time").items() if when != times[step]]
         assert again == list(range(21, 31))  # resumed from step 20
         assert (first / "model" / "model.safetensors").exists()
+
+
+def test_a_killed_rank_and_a_restart_with_another_number_of_processes(recipe, tmp_path):
+    """SIGKILL of one rank ends the run; three processes continue from the newest checkpoint, with the same losses."""
+    options = ["--set=data.batch_size=12", "--set=train.steps=40", "--set=train.checkpoint_every=10"]
+    succeed(recipe, tmp_path / "whole", *options)
+    arguments = command(recipe, tmp_path / "run", *options, processes=2)
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    try:
+        checkpoints = tmp_path / "run" / "checkpoints"
+        while process.poll() is None and not list(checkpoints.glob("step-*/checkpoint.json")):
+            time.sleep(0.01)
+        ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if "RANK" in p.environ()]
+        (last,) = (rank for rank in ranks if rank.environ()["RANK"] == "1" and "calm" in rank.cmdline())
+        last.kill()
+        process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    succeed(recipe, tmp_path / "run", *options, "--resume", processes=3)
+    whole, continued = metrics(tmp_path / "whole"), metrics(tmp_path / "run")
+    assert sorted(continued) == list(range(1, 41))
+    for step, loss in whole.items():
+        assert abs(loss - continued[step]) < 1e-5 * loss
 
 
 def test_batch_size_that_is_not_a_multiple_of_the_processes(recipe, tmp_path):

@@ -16,9 +16,9 @@ from calm.files import write_json
 
 
 def evaluate_language_models(
-    models: list[Path], data: Path, split: str, options: Options, output: Path | None, as_json: bool
+    models: list[Path], data: Path, split: str, options: Options, output: Path | None, as_json: bool, device: str
 ) -> None:
-    with process_group() as world, console.evaluation_progress() as progress:
+    with process_group(device) as world, console.evaluation_progress() as progress:
         results = language_models.evaluate_language_models(models, data, split, options, world, progress)
     if not world.is_main:
         return
@@ -30,11 +30,11 @@ def evaluate_language_models(
 
 
 def evaluate_autoencoder(
-    model: Path, data: Path, split: str, batch_size: int, output: Path | None, as_json: bool
+    model: Path, data: Path, split: str, batch_size: int, output: Path | None, as_json: bool, device: str
 ) -> None:
     _require_single_process("the evaluation of an autoencoder")
     with console.stderr.status("evaluating"):
-        measures = reconstruction.evaluate_autoencoder(model, data, split, batch_size)
+        measures = reconstruction.evaluate_autoencoder(model, data, split, batch_size, device)
     curve = {f"token accuracy, extra noise {p['extra_noise']}": p["token_accuracy"] for p in measures["robustness"]}
     table = console.values_table(f"{model} on {data}", measures | curve)
     _finish(measures, [table], output, "reconstruction.json", as_json)

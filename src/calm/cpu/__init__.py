@@ -15,6 +15,7 @@ Without this folder, or with CALM_CPU=0, the package works the same, only slower
 
 import os
 
+import torch
 from torch import nn
 
 from calm.cpu import allocator, modules, native, onednn, quantize, search
@@ -35,6 +36,8 @@ def optimize(model: nn.Module, *, training: bool = False, int8: bool = False) ->
     if int8 and device != "cpu":
         raise UserError(f"int8 is for CPUs, and the model is on {device}; leave it out")
     if int8:
+        if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
+            raise UserError("int8 quantizes weights in fp32; leave out --dtype bf16 or --int8")
         quantize.quantize(model)
     if device != "cpu" or os.environ.get(SWITCH) == "0":
         return

@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
 from calm.checkpoint import model_type
-from calm.distributed import default_device
+from calm.distributed import resolve_device
 from calm.errors import UserError, did_you_mean, one_line
 from calm.generate.engine import whole_chunks
 from calm.generate.mixture import Mixture
@@ -45,11 +45,12 @@ class HarnessModel(LM):
         batch_size: int | str = 8,
         seed: int = 0,
         device: str | None = None,
+        dtype: str = "auto",
         num_latents: int = LATENTS,
         **_: Any,
     ):
         super().__init__()
-        self.generator = TextGenerator(Path(pretrained), device or default_device())
+        self.generator = TextGenerator(Path(pretrained), device or "auto", dtype)
         self.model, self.tokenizer = self.generator.model, self.generator.tokenizer
         self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 8
         self.seed, self.num_latents = int(seed), int(num_latents)
@@ -163,7 +164,14 @@ def _temperature(arguments: dict[str, Any]) -> float:
 
 
 def run_harness(
-    directory: Path, tasks: list[str], limit: int | None, batch_size: int, seed: int, num_latents: int = 0
+    directory: Path,
+    tasks: list[str],
+    limit: int | None,
+    batch_size: int,
+    seed: int,
+    num_latents: int = 0,
+    device: str = "auto",
+    dtype: str = "auto",
 ) -> dict[str, Any]:
     """Results of tasks (names, patterns, or YAML files) for a CALM or a softmax model.
 
@@ -176,9 +184,12 @@ def run_harness(
         if unknown := [name for name in names if not manager.match_tasks([name])]:
             raise UserError(f"lm_eval has no task {unknown[0]!r}" + did_you_mean(unknown[0], manager.all_tasks))
         if model_type(directory) == PlainCalmConfig.model_type:
-            model = cast(Any, HarnessModel)(str(directory), batch_size, seed, num_latents=num_latents or LATENTS)
+            model = cast(Any, HarnessModel)(
+                str(directory), batch_size, seed, device, dtype, num_latents=num_latents or LATENTS
+            )
         else:
-            model = cast(Any, HFLM)(pretrained=str(directory), batch_size=batch_size, device=default_device())
+            place = str(resolve_device(device))
+            model = cast(Any, HFLM)(pretrained=str(directory), batch_size=batch_size, device=place)
         evaluated = cast(Any, simple_evaluate)(
             model=model,
             tasks=manager.match_tasks(names),

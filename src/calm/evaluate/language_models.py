@@ -10,7 +10,7 @@ from typing import Any
 
 from calm.checkpoint import ModelInfo, load_language_model, read_info
 from calm.data.tokenizer import load_tokenizer
-from calm.distributed import World
+from calm.distributed import World, resolve_dtype
 from calm.errors import ConfigError, DataError, UserError
 from calm.evaluate.branches import check_branches
 from calm.evaluate.brier_lm import Score
@@ -35,6 +35,7 @@ class Options:
     num_latents: int = 0  # latents of a likelihood bound; 0: none
     most_tokens: int | None = None  # documents that start after this many tokens are left out
     int8: bool = False  # quantize linear layers
+    dtype: str = "auto"  # of the weights
     stride: int = 1  # shared starts are also multiples of this, so that separate runs have the same positions
     keep_sums: bool = False  # report the sums of each document, for paired comparisons later
 
@@ -73,7 +74,7 @@ class Contender:
         for name, parameter in model.named_parameters():
             if not bool(parameter.isfinite().all()):
                 raise UserError(f"the weights in {self.directory} are damaged: {name} has values that are not finite")
-        model = model.to(world.device).eval()
+        model = model.to(world.device, resolve_dtype(options.dtype, world.device)).eval()
         if options.int8:
             prepare_inference(model, int8=True)
         latents = int(options.positions != "every") if model.head.exact_likelihood else options.num_latents

@@ -83,8 +83,7 @@ class SamplingParams:
 
     def resolve(self, head: Head) -> "SamplingParams":
         """With the method that suits a head, if none was named; what it does not support is refused."""
-        sharpened = (self.temperature, self.top_k, self.top_p, self.min_p) != (1.0, None, None, None)
-        method: Method = self.method or head.default_method(sharpened)  # pyright: ignore[reportAssignmentType]
+        method: Method = self.method or head.default_method(sharpened=self.processor != LogitsProcessor())  # pyright: ignore[reportAssignmentType]
         if method not in head.methods:
             raise ConfigError(
                 f"the method {method!r} is not available for this model: {head.unavailable}; "

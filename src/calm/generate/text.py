@@ -5,10 +5,9 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from calm.checkpoint import load_language_model
 from calm.data.tokenizer import Tokenizer, load_tokenizer
+from calm.distributed import resolve_device, resolve_dtype
 from calm.errors import ConfigError, UserError
 from calm.generate.engine import Engine, GenerationStats, Sequence, prepare_inference
 from calm.generate.sampler import SamplingParams
@@ -92,7 +91,8 @@ class TextGenerator:
 
     Args:
         directory: a model directory, CALM or softmax, with a tokenizer.json.
-        device: where to run it.
+        device: where to run it: "auto", "cpu", "cuda", or "cuda:N".
+        dtype: of the weights: "auto" (bf16 on a GPU, fp32 elsewhere), "fp32", or "bf16".
         int8: quantize the linear layers to 8 bits (CPU only).
 
     Example:
@@ -101,8 +101,9 @@ class TextGenerator:
         >>> "".join(delta.text for delta in generator.stream([prompt], SamplingParams(0.5), max_new_tokens=40))
     """
 
-    def __init__(self, directory: Path, device: torch.device | str = "cpu", *, int8: bool = False):
-        self.model = load_language_model(directory).to(torch.device(device)).eval()
+    def __init__(self, directory: Path, device: str = "auto", dtype: str = "auto", *, int8: bool = False):
+        place = resolve_device(device)
+        self.model = load_language_model(directory).to(place, resolve_dtype(dtype, place)).eval()
         if int8:
             prepare_inference(self.model, int8=True)
         if not (directory / "tokenizer.json").exists():

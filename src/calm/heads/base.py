@@ -144,7 +144,7 @@ class Head(nn.Module, ABC):
         """Nats per token of chunks (B, L, K) given hidden states (B, L, H); a bound, unless `exact_likelihood`."""
 
     def default_method(self, sharpened: bool) -> str:
-        """The method when the user names none; `sharpened`: the temperature is not 1, or tokens are cut off."""
+        """The method when the user names none. `sharpened`: the temperature is not 1, or top_k, top_p, or min_p set."""
         return "token"
 
     def initialize_from(self, autoencoder: Autoencoder) -> None:

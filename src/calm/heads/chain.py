@@ -157,8 +157,7 @@ class ChainHead(Head):
         return list(self.layers)
 
     def activation_size(self) -> float:
-        per_token = (16 * len(self.layers) + self.chunk_size + 4) * self.token_size + 3 * len(self.vocabulary)
-        return self.chunk_size * per_token
+        return self.chunk_size * (16 * len(self.layers) + self.chunk_size + 6) * self.token_size
 
     def quantizable(self) -> list[nn.Module]:
         return [self.layers]  # the other layers are used row by row

@@ -78,6 +78,8 @@ class SoftmaxHead(Head):
         )
 
     def activation_size(self) -> float:
+        if self.project is self.lm_head:  # the loss holds a slice of the logits at a time
+            return 2.0 * self.lm_head.in_features
         return 3.0 * self.lm_head.out_features
 
     def quantizable(self) -> list[nn.Module]:

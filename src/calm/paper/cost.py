@@ -24,7 +24,7 @@ from calm.data.shards import PreparedData
 from calm.errors import UserError
 from calm.heads.base import FORWARD_AND_BACKWARD, count_parameters
 from calm.model import Calm
-from calm.train.memory import training_memory
+from calm.train.memory import gpu_training_memory, training_memory
 from calm.train.stages import described_model
 
 PAPER_VOCABULARY = 128_257
@@ -59,7 +59,8 @@ class Cost:
     inference_flops_per_token: float
     vocabulary: int
     parts: dict[str, Part]
-    peak_memory: float = 0.0  # bytes of one process in training
+    peak_memory: float = 0.0  # bytes of one process in training, on CPUs
+    gpu_memory: float = 0.0  # the same on GPUs; never measured
     candidates: int = 1  # per chunk at low temperature; not counted in the paper
     inference_flops_per_token_with_candidates: float | None = None
     inference_flops_per_token_with_search: float | None = None  # the same with int8 vocabulary search
@@ -95,6 +96,7 @@ def cost_of(
         cost = _language_model_cost(name, config, context, candidates, model)
     rows = config.data.batch_size / config.train.accumulation / processes
     cost.peak_memory = training_memory(model, config, rows, processes)
+    cost.gpu_memory = gpu_training_memory(model, config, rows, processes)
     return cost
 
 

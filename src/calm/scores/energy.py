@@ -11,8 +11,9 @@ if its relative variance is small. If it is not (S² < 20·k2: few dimensions, o
 with φ the Laplace transforms, known for Q and for a gamma variable G of the same mean and variance; the remaining
 integrand is small and smooth.
 
-To try another kernel, replace `_distances`, and use `num_target_samples` or replace `gaussian_moment`, the closed form
-for |x - z|^α.
+To try another kernel of x - y, replace `_distances` and `gaussian_moment`, its closed form for a Gaussian target.
+Without a closed form, require `num_target_samples` here and in `evaluate/health.py`, whose score selects the best
+checkpoint.
 """
 
 import math

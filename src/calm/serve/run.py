@@ -10,7 +10,6 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from calm.checkpoint import resolve_model_dir
-from calm.distributed import default_device
 from calm.errors import UserError
 from calm.generate.text import TextGenerator
 from calm.serve.limits import Limits
@@ -21,13 +20,15 @@ MAX_CONNECTIONS = 2048
 OTHER_FILES = 256  # file descriptors besides connections
 
 
-def load_generators(model: Path, baseline: Path | None) -> dict[str, TextGenerator]:
+def load_generators(
+    model: Path, baseline: Path | None, device: str = "auto", dtype: str = "auto"
+) -> dict[str, TextGenerator]:
     """Load the model and the optional baseline. Returns them by the model names of the API."""
     generators: dict[str, TextGenerator] = {}
     for directory in [model] if baseline is None else [model, baseline]:
         name = model_name(directory)
         name = name if name not in generators else f"{name}-baseline"
-        generators[name] = TextGenerator(resolve_model_dir(directory), default_device())
+        generators[name] = TextGenerator(resolve_model_dir(directory), device, dtype)
     return generators
 
 

@@ -110,19 +110,17 @@ class Checkpoints:
         temporary = final.with_name(final.name + UNFINISHED)
         try:
             _save(state, temporary, self.world)
+            checksums = self._checksums(temporary)
             if not self.world.is_main:
                 return None
-            files = sorted(path.name for path in temporary.iterdir())
             record = {
                 "step": step,
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "files": {name: sha256_of(temporary / name) for name in files},
+                "files": checksums,
                 **extra,
                 **self.record,
             }
             write_json(temporary / RECORD, record)
-            for name in files:
-                sync(temporary / name)
             if final.exists():
                 _remove(final)
             temporary.rename(final)
@@ -133,6 +131,18 @@ class Checkpoints:
                 shutil.rmtree(temporary, ignore_errors=True)
             return f"step {step}: {_cause(error)}"
         return None
+
+    def _checksums(self, directory: Path) -> dict[str, str]:
+        """SHA-256 of all files, each computed by the process that has written it, after it is on the disk."""
+        own = {}
+        for path in directory.glob(f"shard-{self.world.rank + 1:05d}-*"):
+            sync(path)
+            own[path.name] = sha256_of(path)
+        parts: list[Any] = [own]
+        if self.world.size > 1:
+            parts = [None] * self.world.size
+            dist.all_gather_object(parts, own, group=self.world.saving)
+        return dict(sorted(pair for part in parts for pair in part.items()))
 
     def _prune(self) -> None:
         """Delete all checkpoints except the most recent ones and the best."""

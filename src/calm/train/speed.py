@@ -28,23 +28,55 @@ def measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3
     return best
 
 
+ROW_INPUTS = ("chunks", "targets", "mask")  # inputs of a model that have a row for each sequence
+
+# Nominal dense peak in bf16, in FLOP/s, by a part of the name that CUDA reports (vendors' data sheets).
+NOMINAL_PEAKS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "V100": 125e12,
+}
+
+
+def nominal_peak(name: str) -> float | None:
+    """The vendor's peak of a GPU in bf16 (fp16 for V100), or None if it is not listed."""
+    return next((peak for part, peak in NOMINAL_PEAKS.items() if part in name), None)
+
+
 class Speed:
-    """Tokens per second and the fraction of the measured peak FLOP/s, excluding evaluations."""
+    """Tokens per second, and FLOP/s relative to the peak, excluding evaluations.
+
+    `share_of_peak` is relative to a measured matrix product; `mfu`, on GPUs, to the vendor's peak in bf16. FLOPs are
+    those of one forward and backward pass: what gradient checkpointing computes again is not counted.
+    """
 
     def __init__(self, tokens_per_step: int, world: World, dtype: torch.dtype):
         self.tokens_per_step, self.world = tokens_per_step, world
         self.peak = measured_peak(world.device, dtype) * world.size
+        name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
+        self.nominal_peak = (nominal_peak(name) or 0.0) * world.size
         self.flops, self.step, self.start_time = 0.0, -1, 0.0
         self.last: dict[str, float] = {}
 
     def count_flops(self, model: nn.Module, parts: list[dict[str, Any]], autocast: torch.autocast) -> None:
-        """Count the FLOPs per step in a separate forward and backward pass, as counting may change rounding."""
-        with FlopCounterMode(display=False) as counter:
-            with autocast:
-                loss = model(**parts[0])["loss"]
+        """Count the FLOPs per step in a separate pass over one row, not compiled: counting may change rounding."""
+        rows = sum(len(part["chunks"]) for part in parts)
+        one = {name: value[:1] if name in ROW_INPUTS else value for name, value in parts[0].items()}
+        one["noise"] = parts[0]["noise"].rows([0])
+        with FlopCounterMode(display=False) as counter, torch.compiler.set_stance("force_eager"):
+            with autocast, _without_checkpointing(model):
+                loss = model(**one)["loss"]
             loss.backward()
         model.zero_grad()
-        self.flops = counter.get_total_flops() * len(parts) * self.world.size
+        self.flops = counter.get_total_flops() * rows * self.world.size
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -61,5 +93,20 @@ class Speed:
             self.last = {"tokens_per_second": self.tokens_per_step / seconds}
             if self.flops:
                 self.last["share_of_peak"] = self.flops / seconds / self.peak
+            if self.flops and self.nominal_peak:
+                self.last["mfu"] = self.flops / seconds / self.nominal_peak
         self.step, self.start_time = step, now
         return self.last
+
+
+@contextmanager
+def _without_checkpointing(model: Any) -> Iterator[None]:
+    """Keep all activations, so that no FLOP is counted twice."""
+    backbone: Any = getattr(model, "backbone", None)
+    enabled = backbone is not None and backbone.gradient_checkpointing
+    if not enabled:
+        yield
+        return
+    backbone.gradient_checkpointing = False
+    yield
+    backbone.gradient_checkpointing = True

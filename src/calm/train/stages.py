@@ -27,7 +27,7 @@ from calm.scores.vocabulary import VocabularySubset
 from calm.seeds import SeedStream, permute, row_seeds
 from calm.train.data import TrainingData
 from calm.train.distributed import initialize
-from calm.train.memory import training_memory
+from calm.train.memory import gpu_training_memory, training_memory
 from calm.transformer import Transformer
 
 
@@ -115,9 +115,10 @@ class Stage(ABC):
         return self.config.data.batch_size * self.config.data.sequence_length
 
     def estimated_memory(self) -> float:
-        """Bytes that one process will need."""
+        """Bytes that one process will need on its device."""
         rows = self.config.data.batch_size / self.world.size / self.config.train.accumulation
-        return training_memory(self.model, self.config, rows, self.world.size)
+        estimate = gpu_training_memory if self.world.device.type == "cuda" else training_memory
+        return estimate(self.model, self.config, rows, self.world.size)
 
     def save_extras(self, directory: Path) -> None:
         self.data.tokenizer.save(directory)
