@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -102,11 +103,7 @@ class Speed:
 @contextmanager
 def _without_checkpointing(model: Any) -> Iterator[None]:
     """Keep all activations, so that no FLOP is counted twice."""
-    backbone: Any = getattr(model, "backbone", None)
-    enabled = backbone is not None and backbone.gradient_checkpointing
-    if not enabled:
-        yield
-        return
-    backbone.gradient_checkpointing = False
+    backbone: Any = getattr(model, "backbone", None) or SimpleNamespace(gradient_checkpointing=False)
+    enabled, backbone.gradient_checkpointing = backbone.gradient_checkpointing, False
     yield
-    backbone.gradient_checkpointing = True
+    backbone.gradient_checkpointing = enabled
