@@ -214,7 +214,7 @@ class Autoencoder(nn.Module):
         self.reset_parameters()
 
     def build(self, config: Any) -> None:
-        """Add the submodules; apart from `__init__` for classes that have other bases."""
+        """Add the submodules. Separate from `__init__` for the classes of transformers in `hf.py`, which call it."""
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)  # also the decoder's output matrix
         self.encoder = Encoder(config)
         self.decoder = Decoder(config)
@@ -287,7 +287,7 @@ class Autoencoder(nn.Module):
         vocabulary: VocabularySubset | None = None,
         num_chunks: float | Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Training loss of §2. In eval mode nothing is dropped.
+        """Training loss of §2. In eval mode there is no dropout; latents are sampled all the same.
 
         Args:
             chunks: ids (B, L, K).

@@ -257,7 +257,7 @@ class Calm(nn.Module):
         self.freeze_autoencoder()
 
     def build(self, config: Any, backbone: Any, autoencoder: Autoencoder) -> None:
-        """Add the submodules; apart from `__init__` for classes that have other bases."""
+        """Add the submodules. Separate from `__init__` for the classes of transformers in `hf.py`, which call it."""
         tokens = backbone.token_embedding  # a pretrained backbone brings its own
         if tokens is None:
             tokens = nn.Embedding(config.backbone_config.vocab_size, config.backbone_config.hidden_size)
@@ -331,7 +331,7 @@ class Calm(nn.Module):
         latents: Tensor | None = None,
         noise: Source = None,
     ) -> Tensor:
-        """Hidden states of chunks (B, L, K): (B, L, H). `mask` (B, L) is 0 for padding; a cache is filled."""
+        """Hidden states of chunks (B, L, K): (B, L, H). `mask` (B, L) is 0 for padding; a cache is appended to."""
         before = cache.length if cache is not None else 0
         check_positions(self.config.backbone_config, chunks.shape[1] + before, "chunks")
         return self.backbone(self.embed(chunks, latents, noise), mask=mask, cache=cache)

@@ -133,7 +133,7 @@ class Engine:
         return [sequence for sequence in self.slots if sequence is not None]
 
     def validate(self, sequence: Sequence) -> None:
-        """Refuse what the model cannot do; resolves the sampling method."""
+        """Raise ConfigError for what the model does not support; sets the sampling method if none was named."""
         model, size = self.model, self.model.chunk_size
         sequence.params = sequence.params.resolve(model.head)
         if not isinstance(sequence.max_new_tokens, int) or sequence.max_new_tokens < 1:
@@ -151,14 +151,14 @@ class Engine:
         return prompt + -(-sequence.max_new_tokens // size) - 1
 
     def add(self, sequences: Iterable[Sequence]) -> None:
-        """Continue sequences from the next step on."""
+        """Add sequences to the waiting queue."""
         sequences = list(sequences)
         for sequence in sequences:
             self.validate(sequence)
         self.waiting += sequences
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
-        """Stop sequences where they are."""
+        """Abort sequences; they keep their output so far."""
         gone = {id(sequence) for sequence in sequences}
         self.waiting = [sequence for sequence in self.waiting if id(sequence) not in gone]
         free = [slot for slot, sequence in enumerate(self.slots) if sequence is not None and id(sequence) in gone]
@@ -173,7 +173,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[StepOutput]:
-        """One more chunk for every sequence, cut at its end; finished sequences are removed."""
+        """Decode one chunk for every sequence, truncated at its end; finished sequences are removed."""
         slots = [slot for slot, sequence in enumerate(self.slots) if sequence is not None]
         hidden = []
         if slots:
@@ -200,7 +200,7 @@ class Engine:
         return outputs
 
     def _prefill(self) -> tuple[list[int], Tensor]:
-        """Read the prompts of waiting sequences and add them to the batch: their slots and hidden states (n, H)."""
+        """Prefill waiting sequences: their slots in the batch, and the hidden states of their last chunks (n, H)."""
         new, self.waiting = self.waiting, []
         chunks, lengths = self._pad([sequence.prompt for sequence in new])
         embeddings = self.model.embed(chunks.to(self.model.device))

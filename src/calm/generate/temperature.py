@@ -55,7 +55,7 @@ class Candidates:
         return self.draw(count)
 
     def tokens(self, position: int, live: Tensor) -> Tensor:
-        """Tokens at one position (B, N); only those of live candidates (B, N) are certain to be known."""
+        """Tokens at one position (B, N). Those of live candidates (B, N) are decoded, if need be into `known`."""
         tokens = self.known[..., position]
         if self.lazy and bool((missing := live & (tokens == UNKNOWN)).any()):
             places = missing.nonzero(as_tuple=True)

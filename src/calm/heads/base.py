@@ -57,7 +57,10 @@ class Proposals(ABC):
 
     @abstractmethod
     def log_probs(self, prefix: Tensor) -> Tensor:
-        """Log-probabilities of the next token under each draw, given the chunk's first tokens (..., k): (n, ..., V)."""
+        """Log-probabilities of the next token under each draw, given the chunk's first tokens (..., k).
+
+        (n, ..., V), or (1, ..., V) if they are the same for every draw.
+        """
 
     @abstractmethod
     def latents(self) -> Tensor:
@@ -156,7 +159,7 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def activation_size(self) -> float:
-        """Numbers per position that the backward pass keeps."""
+        """Activations per position that are kept for the backward pass, in elements."""
 
     def compile_units(self) -> list[nn.Module]:
         """Modules that `train.compile` compiles, each by itself."""
@@ -174,7 +177,8 @@ class Head(nn.Module, ABC):
 class VectorHead(Head):
     """A head that draws latent vectors of the frozen autoencoder (§3.2): likelihood-free.
 
-    Subclasses define `sample(hidden, num_samples, generator)` and `latent_loss(hidden, posterior, mask, generator)`.
+    Subclasses define `sample`, `latent_loss`, `reset_parameters`, and what these cost: `sample_flops` and
+    `activation_size`.
     """
 
     exact_likelihood = False

@@ -145,7 +145,7 @@ class _Run:
         start = self._resume()
         self.tracker = Tracker(
             self.output,
-            first=self.world.is_main,
+            is_main=self.world.is_main,
             step=start,
             tensorboard=settings.tensorboard,
             wandb=settings.wandb,
@@ -217,7 +217,9 @@ class _Run:
                 self.model.set_requires_gradient_sync(number == len(parts) - 1)  # pyright: ignore
             with self._autocast():
                 output = self.model(**part)
-            (output["loss"] * self.world.size).backward()  # FSDP takes the mean over processes
+            (
+                output["loss"] * self.world.size
+            ).backward()  # FSDP averages gradients over processes, but the loss is already divided by the global count
             for name, value in output.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().float()
         metrics = dict(zip(sums, self.world.all_reduce(torch.stack(list(sums.values()))).unbind(), strict=True))
@@ -325,7 +327,7 @@ class _Run:
 
 
 def optimize_for_cpu(model: Any) -> None:
-    """Let the CPU backend set up memory, if it is installed."""
+    """Apply the CPU backend's training optimizations, if it is installed."""
     try:
         from calm import cpu
     except ImportError:

@@ -22,7 +22,7 @@ class Tracker:
         self,
         directory: Path,
         *,
-        first: bool,
+        is_main: bool,
         step: int,
         tensorboard: bool,
         wandb: bool,
@@ -33,7 +33,7 @@ class Tracker:
         self.file: IO[str] | None = None
         self.board: Any = None
         self.wandb: Any = None
-        if not first:
+        if not is_main:
             return
         _truncate_metrics(directory / METRICS, step)
         self.file = (directory / METRICS).open("a", encoding="utf-8")
