@@ -217,9 +217,8 @@ class _Run:
                 self.model.set_requires_gradient_sync(number == len(parts) - 1)  # pyright: ignore
             with self._autocast():
                 output = self.model(**part)
-            (
-                output["loss"] * self.world.size
-            ).backward()  # FSDP averages gradients over processes, but the loss is already divided by the global count
+            # FSDP averages gradients over processes, but the loss is already divided by the global count.
+            (output["loss"] * self.world.size).backward()
             for name, value in output.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().float()
         metrics = dict(zip(sums, self.world.all_reduce(torch.stack(list(sums.values()))).unbind(), strict=True))
