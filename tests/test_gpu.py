@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from calm.autoencoder import Posterior
 from calm.config import load_config
 from calm.distributed import World
 from calm.evaluate.estimators import estimator_of
@@ -14,8 +15,10 @@ from calm.generate.sampler import SamplingParams
 from calm.heads import HEADS
 from calm.noise import RowNoise
 from calm.train.loop import _Run
+from calm.train.stages import described_model
 from tests.generate.conftest import PAD, VOCAB_SIZE, build_model
 from tests.generate.test_engine import METHODS, build_transformer
+from tests.gpu import GPU, simulated_gpu
 from tests.simulated_cuda import CUDA, Simulation, simulated_cuda
 from tests.train.conftest import autoencoder, language_model, recipe, transformer  # noqa: F401  # fixtures
 
@@ -76,6 +79,18 @@ def test_training_step(stage, request, tmp_path):
         expected = run._read(step + 1, run._step(step, run.stage.micro_batches(run.stage.read(step))))
         assert metrics.keys() == expected.keys()
         assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
+def test_mean_flow_loss():
+    """Its derivatives cannot see through simulated tensors, so this runs on the meta device."""
+    with torch.device(GPU):
+        head = described_model(load_config("toy-calm", ["language_model.head=mean-flow"]), 50).head
+        hidden = torch.empty(2, 5, head.denoiser.condition.in_features, requires_grad=True)
+        posterior = Posterior(torch.empty(2, 5, head.latent_size), torch.empty(2, 5, head.latent_size))
+        with simulated_gpu() as kernels:
+            head.latent_loss(hidden, posterior, torch.ones(2, 5)).backward()
+    assert kernels.total > 20
+    assert hidden.grad is not None
 
 
 # --------------------------------------------------------------------------------------------------------- generation

@@ -97,7 +97,8 @@ def training_progress(steps: int) -> Iterator[Callable[["StepReport"], None]]:
         def show(report: "StepReport") -> None:
             metrics = report.metrics
             done = " · ".join(text.format(metrics[name]) for name, text in STEP_METRICS.items() if name in metrics)
-            progress.update(task, completed=report.step, done=done or "starting")
+            done = done or "starting"  # nothing is logged yet
+            progress.update(task, completed=report.step, done=done)
             if not live and (report.step % max(1, report.steps // 20) == 0 or report.step == report.steps):
                 stderr.print(f"step {report.step:,}/{report.steps:,} · {done}", soft_wrap=True)
 

@@ -299,9 +299,10 @@ def xavier_init(module: nn.Module) -> None:
             nn.init.xavier_uniform_(part.weight)
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
-        elif isinstance(part, nn.LayerNorm) and part.elementwise_affine:
+        elif isinstance(part, nn.LayerNorm | nn.RMSNorm) and part.elementwise_affine:
             nn.init.ones_(part.weight)
-            nn.init.zeros_(part.bias)
+            if getattr(part, "bias", None) is not None:
+                nn.init.zeros_(part.bias)  # pyright: ignore[reportArgumentType]
 
 
 def zero_init(linear: nn.Linear) -> None:

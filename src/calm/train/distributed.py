@@ -52,6 +52,9 @@ def _mesh(world: World, shard_size: int) -> Any:
     return init_device_mesh(kind, (world.size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
+RANDOM_INITIALIZATIONS = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_, Tensor.uniform_)
+
+
 class CpuInitialization(TorchFunctionMode):
     """Draws random weights on the CPU, tensor by tensor, and keeps of a sharded one what belongs to this process.
 
@@ -60,7 +63,7 @@ class CpuInitialization(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in (nn.init.normal_, nn.init.uniform_, Tensor.normal_, Tensor.uniform_):
+        if func in RANDOM_INITIALIZATIONS:
             parameter, *rest = args or [kwargs.pop("tensor")]
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
             return assign(parameter, func(whole, *rest, **kwargs))
@@ -80,7 +83,13 @@ def assign(parameter: Tensor, whole: Tensor) -> Tensor:
 
 
 def initialize(model: Any, fill: Any, device: torch.device) -> None:
-    """Allocate a model on the meta device, sharded or not, and call `fill()`, which sets its weights."""
+    """Allocate a model on the meta device, sharded or not, and call `fill()`, which sets its weights.
+
+    Layers of torch that `fill` leaves out have torch's default weights, as if they had not been on the meta device.
+    """
     model.to_empty(device=device)
     with torch.no_grad(), CpuInitialization():
+        for module in model.modules():
+            if type(module).__module__.startswith("torch.nn.modules") and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
         fill()
