@@ -52,6 +52,7 @@ def _mesh(world: World, shard_size: int) -> Any:
     return init_device_mesh(kind, (world.size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
+TORCH_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
 RANDOM_INITIALIZATIONS = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_, Tensor.uniform_)
 
 
@@ -85,11 +86,11 @@ def assign(parameter: Tensor, whole: Tensor) -> Tensor:
 def initialize(model: Any, fill: Any, device: torch.device) -> None:
     """Allocate a model on the meta device, sharded or not, and call `fill()`, which sets its weights.
 
-    Layers of torch that `fill` leaves out have torch's default weights, as if they had not been on the meta device.
+    Linear layers, embeddings, and norms that `fill` leaves out have torch's default weights, as if they had not been on the meta device.
     """
     model.to_empty(device=device)
     with torch.no_grad(), CpuInitialization():
         for module in model.modules():
-            if type(module).__module__.startswith("torch.nn.modules") and hasattr(module, "reset_parameters"):
+            if isinstance(module, TORCH_LAYERS):  # also where FSDP has changed the class
                 module.reset_parameters()
         fill()
