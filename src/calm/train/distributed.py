@@ -86,7 +86,8 @@ def assign(parameter: Tensor, whole: Tensor) -> Tensor:
 def initialize(model: Any, fill: Any, device: torch.device) -> None:
     """Allocate a model on the meta device, sharded or not, and call `fill()`, which sets its weights.
 
-    Linear layers, embeddings, and norms that `fill` leaves out have torch's default weights, as if they had not been on the meta device.
+    Linear layers, embeddings, and norms that `fill` leaves out have torch's default weights, as if they had not been on
+    the meta device.
     """
     model.to_empty(device=device)
     with torch.no_grad(), CpuInitialization():
