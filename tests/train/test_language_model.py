@@ -275,11 +275,12 @@ def test_health_metrics_detect_ignored_noise_and_context(language_model, autoenc
     with torch.no_grad():
         model.head.condition.weight.zero_()  # the context is ignored as well
     no_context = evaluate_predictions(model, batches)
-    assert abs(no_context["context_gap"]) < 1e-4  # the other targets are a permutation
-    assert abs(no_noise["context_gap"]) > 1e-3
+    # The other targets are a permutation: only rounding is left. A head with random weights has a gap of either sign.
+    assert abs(no_context["context_gap"]) < 1e-6
+    assert abs(no_noise["context_gap"]) > 1e-4
     short = batches[0]._replace(mask=batches[0].mask.copy())
     short.mask[1:, 8:] = False  # it is still 0 for rows that are mostly padding
-    assert abs(evaluate_predictions(model, [short])["context_gap"]) < 1e-4
+    assert abs(evaluate_predictions(model, [short])["context_gap"]) < 1e-6
     target = torch.from_numpy(batches[0].tokens).unflatten(1, (-1, 4))[:, 1:]
     true = model.posterior(target)
     model.predict = lambda *_: (true.mean.expand(4, -1, -1, -1), target.expand(4, -1, -1, -1), true)
