@@ -162,12 +162,16 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, keys, config.attention_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, config.attention_bias)
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys, and values."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], visible: Tensor | None, cache: KVCache | None
     ) -> Tensor:
         q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, L, d)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, L, d)
+            for part in self.project(x)
         )
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         if cache is not None:
@@ -184,8 +188,13 @@ class FeedForward(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Gate and up projection."""
+        return self.gate_proj(x), self.up_proj(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.project(x)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class LlamaLayer(nn.Module):

@@ -10,15 +10,17 @@ from calm.cpu import native, onednn
 from calm.cpu.allocator import on_huge_pages
 from calm.cpu.linear import (
     NATIVE_ROWS,
+    SLICED_ROWS,
     FastLinear,
     FastProjection,
     FastSplitLinear,
     fuse,
     is_small_batch,
+    small_batch_linear,
 )
 from calm.heads.energy import EnergyBlock
 from calm.kv_cache import KVCache
-from calm.llama import Llama, rotary_embedding
+from calm.llama import Attention, FeedForward, Llama, rotary_embedding
 
 
 class NativeSwiGLULayer(SwiGLULayer):
@@ -57,6 +59,36 @@ def _is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
+class Fused(nn.Module):
+    """Several linear layers of the same input as one product, for the few rows of a decoding step."""
+
+    fused: Tensor | None = None  # their weights, one below the other; None: not supported
+
+    def fused_product(self, x: Tensor) -> Tensor | None:
+        if self.fused is None or not is_small_batch(x, SLICED_ROWS):
+            return None
+        return small_batch_linear(x.reshape(-1, x.shape[-1]), self.fused).view(*x.shape[:-1], -1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, whose weights are elsewhere."""
+        return {**self.__dict__, "fused": None}
+
+
+class FusedAttention(Fused, Attention):
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        product = self.fused_product(x)
+        if product is None:
+            return super().project(x)
+        sizes = [part.out_features for part in (self.q_proj, self.k_proj, self.v_proj)]
+        return product.split(sizes, dim=-1)  # pyright: ignore[reportReturnType]
+
+
+class FusedFeedForward(Fused, FeedForward):
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        product = self.fused_product(x)
+        return super().project(x) if product is None else product.chunk(2, dim=-1)  # pyright: ignore[reportReturnType]
+
+
 class NativeLlama(Llama):
     """A decoding step of up to four sequences in one call of the native kernel; otherwise a Llama like any other."""
 
@@ -66,6 +98,8 @@ class NativeLlama(Llama):
         """Fuse the weights of each layer, and point the kernel at them. Weights may change, but not move."""
         self.weights = None
         parts = [part for layer in cast(Any, self.layers) for part in (layer.self_attn, layer.mlp)]
+        for part in parts:
+            part.fused = None
         linears: list[Any] = [linear for part in parts for linear in part.children()]
         plain = all(_is_plain(linear) and linear.bias is None for linear in linears)
         hooked = any(map(_is_hooked, self.modules()))
@@ -76,6 +110,7 @@ class NativeLlama(Llama):
             attention, mlp = layer.self_attn, layer.mlp
             qkv = fuse([attention.q_proj, attention.k_proj, attention.v_proj])
             gate_up = fuse([mlp.gate_proj, mlp.up_proj])
+            attention.fused, mlp.fused = qkv, gate_up
             output, down = fuse([attention.o_proj]), fuse([mlp.down_proj])
             norms = layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()
             weights.append([norms[0], qkv, output, norms[1], gate_up, down])
@@ -135,6 +170,8 @@ REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
     **dict.fromkeys((VocabularyProjection, onednn.OneDNNProjection), FastProjection),
     SwiGLULayer: NativeSwiGLULayer,
     EnergyBlock: NativeEnergyBlock,
+    Attention: FusedAttention,
+    FeedForward: FusedFeedForward,
     Llama: NativeLlama,
 }
 

@@ -176,6 +176,10 @@ def sample_token_by_token(
             pool.grow(refill, few)
             live = _agreeing(pool, live, chosen)
         unsettled |= live.sum(1) < fewest
+        if pool.lazy and not refill and bool((live.sum(1) == 1).all()):  # nothing is left to choose
+            chosen += pool.chunks(live.long().argmax(1))[:, k:].unbind(1)
+            fallbacks += (size - k) * (target - 1).ceil()
+            break
         count = _regroup(torch.zeros_like(live, dtype=torch.long), pool.tokens(k, live), live)[1].double()
         exponent = target.minimum(count.amax(1))
         fallbacks += (target - exponent).ceil()
