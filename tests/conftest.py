@@ -108,7 +108,7 @@ def models(prepared, tmp_path_factory) -> Path:
             {**BACKBONE, "initializer_range": 0.5}, {**autoencoder, "chunk_size": chunk_size, "initializer_range": 0.5}
         )
         model = CalmForCausalLM(config)
-        torch.nn.init.normal_(model.head.latent.weight)  # it is initialised to 0: the samples would not differ
+        torch.nn.init.normal_(model.head.latent.weight)  # it is initialized to 0: the samples would not differ
         model.save_pretrained(directory / f"calm-{chunk_size}")
     save_model(model.autoencoder, directory / "autoencoder")
     torch.manual_seed(0)

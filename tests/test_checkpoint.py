@@ -74,7 +74,7 @@ def shapes(model: torch.nn.Module) -> dict[str, Any]:
 def test_plain_models_equal_those_of_transformers(tmp_path, fields):
     model = build_hf_model(2, **fields)
     for name, weight in model.backbone.named_parameters():
-        if "norm" in name or "bias" in name:  # initialised to ones and zeros, which would hide mix-ups
+        if "norm" in name or "bias" in name:  # initialized to ones and zeros, which would hide mix-ups
             torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.3)
     model.save_pretrained(tmp_path)
     plain, hf = load_calm(tmp_path), CalmForCausalLM.from_pretrained(tmp_path).eval()

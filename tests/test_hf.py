@@ -249,7 +249,7 @@ def test_default_size_of_the_head():
 
 @pytest.mark.parametrize("head", [name for name, kind in HEADS.items() if issubclass(kind, VectorHead)])
 def test_initialisation_of_heads(head, tmp_path):
-    """The output starts at zero, the other layers by Xavier; loading does not initialise again."""
+    """The output starts at zero, the other layers by Xavier; loading does not initialize again."""
     model = make_model(head=head)
     network: Any = model.head if head == "energy" else model.head.denoiser
     output, wide = (network.latent, network.mix) if head == "energy" else (network.output, network.blocks[0].mlp[0])
@@ -362,7 +362,7 @@ def test_directories_of_version_0_1(tmp_path):
 
 def test_damaged_weights_are_reported():
     for model in (make_chain(), make_model()):
-        with pytest.raises(UserError, match="weights are damaged"):
+        with pytest.raises(UserError, match="output is not finite"):
             check_finite(model.head.propose(torch.full((1, 32), torch.nan), 1))
 
 

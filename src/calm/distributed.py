@@ -63,7 +63,7 @@ class World:
         return box[0]
 
 
-_current: list[World] = []  # the process group that has been initialised, if any
+_current: list[World] = []  # the process group that has been initialized, if any
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def claimed(directory: Path, by: str) -> Iterator[None]:
+def locked_directory(directory: Path, by: str) -> Iterator[None]:
     """Create a directory and lock it for this process. The lock is released when the process exits for any reason.
 
     `by` is the command that holds the lock, for the error message.

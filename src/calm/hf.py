@@ -256,7 +256,7 @@ class HFBackbone(_HFModule):
         object.__setattr__(self, "token_embedding", embedding)
 
     def reset_parameters(self) -> None:
-        """transformers has initialised it."""
+        """transformers has initialized it."""
 
     def forward(
         self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, cache: HFCache | None = None

@@ -183,7 +183,7 @@ class Batch(Protocol):
     """Sequences that a backbone decodes together: `backbone.new_batch()`. Each has a slot, a row of the tensors."""
 
     def add(self, x: Tensor, lengths: list[int], longest: int) -> tuple[list[int], Tensor]:
-        """Read the embedded prompts of new sequences.
+        """Prefill the embedded prompts of new sequences.
 
         Args:
             x: (n, L, H); shorter prompts end with padding.
@@ -196,7 +196,7 @@ class Batch(Protocol):
         ...
 
     def step(self, x: Tensor) -> Tensor:
-        """Read one more position of every sequence: (slots, H) → (slots, H). Rows of free slots mean nothing."""
+        """Decode one position of every sequence: (slots, H) → (slots, H). Rows of free slots mean nothing."""
         ...
 
     def remove(self, slots: list[int]) -> list[int]:

@@ -18,7 +18,7 @@ from calm.autoencoder import Autoencoder, AutoencoderConfig
 from calm.checkpoint import field_of, no_init, read_json, read_weights, save_model
 from calm.data.tokenizer import Tokenizer, load_tokenizer
 from calm.errors import UserError, one_line
-from calm.files import claimed, write_json
+from calm.files import locked_directory, write_json
 from calm.llama import LlamaConfig
 from calm.model import Calm, PlainCalmConfig
 
@@ -328,12 +328,12 @@ def _tokenizer(place: Path, vocab_size: int) -> Tokenizer:
 def _new_directory(output: Path) -> Iterator[Path]:
     """A directory that appears under its name once it is complete."""
     if output.exists():
-        raise UserError(f"{output} exists; name another directory")
-    aside = output.with_name(output.name + ".writing")
-    with claimed(aside, "calm import-official"):
+        raise UserError(f"{output} exists; choose another directory")
+    unfinished = output.with_name(output.name + ".writing")
+    with locked_directory(unfinished, "calm import-official"):
         try:
-            yield aside
-            aside.rename(output)
+            yield unfinished
+            unfinished.rename(output)
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
             raise

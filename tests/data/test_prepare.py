@@ -21,7 +21,7 @@ from calm.data.shards import MANIFEST, PreparedData, ShardWriter
 from calm.data.workers import PrepareOptions
 from calm.data.workspace import PROGRESS
 from calm.errors import DataError, UserError
-from calm.files import claimed, sha256_of
+from calm.files import locked_directory, sha256_of
 
 OPTIONS = PrepareOptions("bpe:400", validation_share=0.2, test_share=0.1, shard_tokens=300)
 
@@ -193,7 +193,7 @@ def test_interrupted_overwrite_can_be_repeated(jsonl, tmp_path):
 
 
 def test_concurrent_preparations_are_refused(corpus, tmp_path):
-    with claimed(tmp_path / "data", "calm prepare"):
+    with locked_directory(tmp_path / "data", "calm prepare"):
         second = start(corpus, tmp_path / "data", "--resume")
         _, stderr = second.communicate(timeout=60)
     assert second.returncode == 2

@@ -283,9 +283,9 @@ def test_branch_attends_only_to_its_own_past(attention):
 
     with torch.no_grad():
         branches.read(model.embed(tokens[..., None]))
-        branches.plant(0, 3)
+        branches.start_at(0, 3)
         branches.grow(torch.tensor([1, 4]), model.embed(rest[:2, :1]))  # dropped by the next call of plant
-        branches.plant(0, 6)
+        branches.start_at(0, 6)
         for step, nodes in enumerate(parents):
             texts = [[*texts[node], rest[number, step].item()] for number, node in enumerate(nodes.tolist())]
             states = branches.grow(nodes, model.embed(rest[:, step : step + 1]))

@@ -45,7 +45,7 @@ def build_hf_model(chunk_size: int, backbone: dict[str, Any] = BACKBONE, **field
 
 def _with_latent_weights(model: Any) -> Any:
     if model.config.head == "energy":
-        torch.nn.init.normal_(model.head.latent.weight)  # initialised to 0: every sample would be the same
+        torch.nn.init.normal_(model.head.latent.weight)  # initialized to 0: every sample would be the same
     return model.eval()
 
 

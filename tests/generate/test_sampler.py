@@ -20,7 +20,7 @@ def test_methods_support_every_vector_head(head, method):
 @torch.no_grad()
 @pytest.mark.parametrize(("method", "num_candidates"), [(None, None), ("token", 500)])
 def test_chain_head_applies_temperature_to_its_softmaxes(method, num_candidates):
-    """P(x_k | x_<k)^(1/T), normalised at each k, without candidates; counting many of them comes close."""
+    """P(x_k | x_<k)^(1/T), normalized at each k, without candidates; counting many of them comes close."""
     model, temperature, count = build_model(2, head="chain"), 0.5, 4000
     hidden = torch.randn(1, 16, generator=torch.Generator().manual_seed(0)).expand(count, -1)
     vocabulary = model.head.vocabulary
@@ -41,7 +41,7 @@ def test_chain_head_applies_temperature_to_its_softmaxes(method, num_candidates)
 
 @torch.no_grad()
 def test_transformer_samples_from_its_softmax():
-    """Chi-square of 4,000 first tokens at T = 0.5 against its own probabilities, squared and normalised."""
+    """Chi-square of 4,000 first tokens at T = 0.5 against its own probabilities, squared and normalized."""
     model, count = build_transformer(), 4000
     tokens = torch.tensor([[5, 6]])
     expected = (2 * model.logits(tokens)[0, -1]).softmax(-1)
@@ -89,7 +89,7 @@ def test_low_temperature_reduces_diversity():
 
 @torch.no_grad()
 def test_scaled_noise_reduces_the_spread_of_latents():
-    model = build_model(2, head="flow", num_sampling_steps=3)  # an energy head normalises its noise embedding
+    model = build_model(2, head="flow", num_sampling_steps=3)  # an energy head normalizes its noise embedding
     hidden = torch.randn(1, 16, generator=torch.Generator().manual_seed(0))
     spread = {}
     for scale in (1.0, 0.001):

@@ -13,7 +13,7 @@ from calm import __version__
 from calm.console import StageScreen
 from calm.errors import UserError
 from calm.evaluate.brier_lm import BrierLM
-from calm.files import claimed
+from calm.files import locked_directory
 from calm.paper import reproduce as module
 from calm.paper.experiments import EXPERIMENTS
 from calm.paper.measures import scores
@@ -237,7 +237,7 @@ def test_bad_input(calm, tmp_path, output_dir):
 
 
 def test_output_directory_is_locked(output_dir, calm):
-    with claimed(output_dir, "a test"):
+    with locked_directory(output_dir, "a test"):
         done = calm("reproduce", "model-input", "--output", output_dir)
     assert done.returncode == 2
     assert "another calm reproduce is writing" in done.stderr

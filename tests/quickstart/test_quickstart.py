@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from calm.errors import UserError
-from calm.files import claimed
+from calm.files import locked_directory
 from calm.quickstart.plan import STAGES, Plan
 
 WORDS = [
@@ -119,7 +119,7 @@ def test_error_messages(calm, text, tmp_path):
         assert done.returncode == 2, arguments
         assert message in done.stderr
         assert "Traceback" not in done.stderr
-    with claimed(tmp_path / "busy", "calm quickstart"):
+    with locked_directory(tmp_path / "busy", "calm quickstart"):
         done = calm("quickstart", "--output", tmp_path / "busy")
     assert done.returncode == 2
     assert "another calm quickstart is writing" in done.stderr

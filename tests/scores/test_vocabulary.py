@@ -87,7 +87,7 @@ def test_subset_without_importance_weights_is_a_softmax_over_fewer_tokens():
 
 
 def test_importance_weights_and_their_gradient():
-    """Each token of a subset counts in the normaliser as often as its weight says; the target's logit is unchanged."""
+    """Each token of a subset counts in the normalizer as often as its weight says; the target's logit is unchanged."""
     states, matrix, targets, weights = make_problem()
     ids = torch.unique(torch.cat([targets, torch.tensor([0, 5])]))
     subset = VocabularySubset(ids, 1 + torch.arange(len(ids)) % 3)
@@ -109,7 +109,7 @@ def test_sampled_softmax_has_an_unbiased_normaliser():
     assert (whole.weights == 1).all()
     full = cross_entropies(states, matrix, targets)
     torch.testing.assert_close(cross_entropies(states, matrix, targets, whole), full)
-    normaliser = (states @ matrix.T).exp().sum(-1)
+    normalizer = (states @ matrix.T).exp().sum(-1)
     estimates = []
     for step in range(400):
         subset = sampled_subset(tokens, 50, vocab_size, 0, step)
@@ -119,7 +119,7 @@ def test_sampled_softmax_has_an_unbiased_normaliser():
         estimates.append(((states @ matrix[subset.ids].T).exp() * subset.weights).sum(-1))
     found = torch.stack(estimates)
     error = found.std(0) / math.sqrt(len(found))
-    assert ((found.mean(0) - normaliser).abs() < 4 * error).all()
+    assert ((found.mean(0) - normalizer).abs() < 4 * error).all()
 
 
 def test_all_logits_are_never_materialised(monkeypatch):

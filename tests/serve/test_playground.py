@@ -170,7 +170,7 @@ def test_narrow_screen_and_color_schemes(page, url, path):
     for scheme, sign in (("dark", 1), ("light", -1)):
         command("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
         colours = page.run("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
-        foreground, background = (sum(map(int, re.findall(r"\d+", colour))) for colour in colours)
+        foreground, background = (sum(map(int, re.findall(r"\d+", color))) for color in colours)
         assert sign * (foreground - background) > 300  # of 765: readable contrast
     command("Emulation.clearDeviceMetricsOverride", {})
     command("Emulation.setEmulatedMedia", {"features": []})

@@ -44,7 +44,7 @@ class Replica(NamedTuple):
 
     @property
     def is_generating(self) -> bool:
-        return self.metric('calm_texts_running{model="bundled"}') > 0
+        return self.metric('calm_sequences_running{model="bundled"}') > 0
 
 
 def request_body(seed: int) -> dict:

@@ -106,11 +106,11 @@ def test_openai_client(server, generators):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"logprobs": 1}, "no token probabilities"),
-        ({"top_p": 0.9}, "no token probabilities to truncate"),
+        ({"logprobs": 1}, "log-probabilities are not available"),
+        ({"top_p": 0.9}, "truncation is not available"),
         ({"best_of": 3}, "use n"),
-        ({"presence_penalty": 0.5}, "no token probabilities to penalize"),
-        ({"logit_bias": {"5": 1}}, "no logits"),
+        ({"presence_penalty": 0.5}, "penalties are not available"),
+        ({"logit_bias": {"5": 1}}, "logits cannot be changed"),
         ({"suffix": "x"}, "can only be appended"),
         ({"temperature": 0}, "temperature"),
         ({"temperature": 1.5}, "at most 1, not 1.5"),

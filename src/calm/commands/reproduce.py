@@ -78,6 +78,6 @@ def show(experiment: Experiment, numbers: dict[str, Any]) -> None:
     """Print the verdicts of an experiment, one per line."""
     console.stdout.print(f"[bold]{experiment.title}[/] [dim]({experiment.name})[/]")
     for verdict in numbers["verdicts"]:
-        colour = {"yes": "green", "no": "red"}.get(verdict["answer"], "yellow")
-        line = f"  [{colour}]{verdict['answer']:>9}[/]  {verdict['claim']}  [dim]{escape(verdict['numbers'])}[/]"
+        color = {"yes": "green", "no": "red"}.get(verdict["answer"], "yellow")
+        line = f"  [{color}]{verdict['answer']:>9}[/]  {verdict['claim']}  [dim]{escape(verdict['numbers'])}[/]"
         console.stdout.print(line, soft_wrap=True)

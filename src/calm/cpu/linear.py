@@ -72,11 +72,11 @@ class FastProjection(VocabularyProjection):
 def fuse(layers: list[Any]) -> Tensor:
     """The weights of several linear layers as one matrix on huge pages; the layers keep views of it.
 
-    Weights that already are neighbours in memory stay where they are.
+    Weights that already are neighbors in memory stay where they are.
     """
     weights = [layer.weight for layer in layers]
     first, lengths = weights[0].detach(), [len(weight) for weight in weights]
-    if _are_neighbours(weights) and (len(weights) > 1 or on_huge_pages(first) is first):
+    if _are_neighbors(weights) and (len(weights) > 1 or on_huge_pages(first) is first):
         return first.as_strided((sum(lengths), first.shape[1]), first.stride())
     matrix = on_huge_pages(torch.cat(weights) if len(weights) > 1 else first)
     for weight, part in zip(weights, matrix.split(lengths), strict=True):
@@ -84,7 +84,7 @@ def fuse(layers: list[Any]) -> Tensor:
     return matrix
 
 
-def _are_neighbours(weights: list[Tensor]) -> bool:
+def _are_neighbors(weights: list[Tensor]) -> bool:
     place, memory = weights[0].data_ptr(), weights[0].untyped_storage().data_ptr()
     for weight in weights:
         if weight.data_ptr() != place or weight.untyped_storage().data_ptr() != memory or not weight.is_contiguous():

@@ -20,7 +20,7 @@ from calm.data.tokenizer import Tokenizer, load_tokenizer, round_trips, train_bp
 from calm.data.workers import Encoded, PrepareOptions, encode, map_in_order
 from calm.data.workspace import PROGRESS, clear, completed_manifest, start_or_resume
 from calm.errors import DataError
-from calm.files import claimed, write_json
+from calm.files import locked_directory, write_json
 
 PROGRESS_INTERVAL = 2.0  # seconds between updates of progress.json
 TOKENIZER_SAMPLE = 2**26  # characters of training text for BPE training
@@ -105,7 +105,7 @@ class Preparation:
 
     def run(self, job: dict[str, Any], resume: bool, overwrite: bool) -> dict[str, Any]:
         """Start or resume the job. Returns the manifest."""
-        with claimed(self.output, self.command):
+        with locked_directory(self.output, self.command):
             if manifest := completed_manifest(self.output, job, resume, overwrite):
                 return manifest
             try:

@@ -1,15 +1,15 @@
 """Continuations of every position of some texts at once, on one shared cache (tree attention).
 
 The texts are read once. A branch starts at a position of a text, or at another branch: it attends to everything its
-parent attends to, and to itself. All branches of a generation are computed in one forward pass with a mask.
+parent attends to, and to itself. All branches of a level are computed in one forward pass with a mask.
 
     text           s0 ── s1 ── s2 ── s3       columns 0 … 3 of the cache
                     │           │
-    generation 1   a0          a2             columns 4, 5:  a2 attends to s0, s1, s2, and a2
+    level 1        a0          a2             columns 4, 5:  a2 attends to s0, s1, s2, and a2
                                 │
-    generation 2               b2             column 6:      b2 attends to s0, s1, s2, a2, and b2
+    level 2                    b2             column 6:      b2 attends to s0, s1, s2, a2, and b2
 
-Only branches that can still count are continued, so most generations are small.
+Only branches that can still count are continued, so most levels are small.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ TOLERANCE = 1e-3  # relative to the largest state: for a branch compared with th
 
 
 class Branches:
-    """Nodes of a generation are numbered text by text; `plant` chooses those of the first.
+    """A tree of continuations. The nodes of a level are numbered text by text; `start_at` chooses those of the first.
 
     Args:
         backbone: see `calm.model.LanguageModel`.
@@ -42,7 +42,7 @@ class Branches:
         self.device = embeddings.device
         return self.backbone(embeddings, cache=self.cache)
 
-    def plant(self, first: int, last: int) -> None:
+    def start_at(self, first: int, last: int) -> None:
         """Start from the positions `first` to before `last` of every text; earlier branches are dropped."""
         self.cache.crop(self.length)
         position = torch.arange(first, last, device=self.device)
@@ -53,7 +53,7 @@ class Branches:
         self.visible = (columns <= position[:, None]).repeat(self.texts, 1)  # (A, columns)
 
     def grow(self, parents: Tensor, embeddings: Tensor) -> Tensor:
-        """The next generation: parents (A,), in order, and what follows them (A, H) → hidden states (A, H)."""
+        """The next level: parents (A,), in order, and what follows them (A, H) → hidden states (A, H)."""
         self.row = self.row[parents]
         self.position = self.position[parents] + 1
         self.counts = self.row.bincount(minlength=self.texts).tolist()
@@ -84,7 +84,7 @@ def check_branches(model: LanguageModel) -> None:
     try:
         branches = Branches(model.backbone)
         branches.read(embeddings[:, :4])
-        branches.plant(0, 4)
+        branches.start_at(0, 4)
         branches.grow(torch.tensor([1, 3], device=embeddings.device), embeddings[0, [4, 4]])
         states = branches.grow(torch.tensor([0, 1], device=embeddings.device), embeddings[0, [5, 5]])
         for state, places in zip(states, ([0, 1, 4, 5], [0, 1, 2, 3, 4, 5]), strict=True):
@@ -96,7 +96,7 @@ def check_branches(model: LanguageModel) -> None:
 
 
 class BranchNoise(RowNoise):
-    """Noise for the nodes of a generation: each text draws for its nodes from its own generator."""
+    """Noise for the nodes of a level: each text draws for its nodes from its own generator."""
 
     def __init__(self, noise: RowNoise, counts: list[int]):
         self.generators, self.counts = noise.generators, counts

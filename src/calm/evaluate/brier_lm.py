@@ -131,7 +131,7 @@ class BrierLM:
 
     def _table(self) -> np.ndarray:
         if not self.positions:
-            raise DataError(f"no position was scored: all documents are shorter than one start and {MAX_NGRAM} tokens")
+            raise DataError(f"no position was scored: all documents end before {MAX_NGRAM} tokens follow a first chunk")
         return np.stack([self.sums[name] for name in sorted(self.sums)])
 
 

@@ -65,7 +65,7 @@ class SampleEstimator:
         samples = self._draw(hidden, noise)  # (B, L, S, K)
         parts = []
         for first, last in _slices(starts, min(2 * MAX_BRANCHES // self.num_samples, MAX_PAIRS // self.num_samples**2)):
-            branches.plant(first, last)
+            branches.start_at(first, last)
             parts.append(self._collision(branches, samples[:, first:last], noise))
         nats = self._nats(hidden[:, :starts], tokens, noise) if self.num_latents else None
         return Estimates(self._accuracy(samples, tokens)[:, :starts], torch.cat(parts, dim=1), nats)
@@ -96,7 +96,7 @@ class SampleEstimator:
         samples = samples.flatten(0, 1)  # (A, S, K): nodes, samples at each
         count = samples.shape[1]
         start = torch.arange(len(samples), device=samples.device)
-        taken = start.new_full((len(samples),), count)  # samples of a node that are somebody's
+        taken = start.new_full((len(samples),), count)  # number of samples of each node
         agreeing = torch.zeros(len(samples), MAX_NGRAM, device=samples.device)
         n = 0
         while True:
@@ -163,7 +163,7 @@ class PrefixEstimator:
         growth = log_probs.shape[-1] ** (MAX_NGRAM - 1) if exact else self.num_prefixes
         parts = []
         for first, last in _slices(self.length, MAX_BRANCHES // growth):
-            branches.plant(first, last)
+            branches.start_at(first, last)
             parts.append(self._collision(branches, log_probs[:, first:last], choose, noise))
         return Estimates(accuracy, torch.cat(parts, dim=1), -chosen[:, : self.length])
 

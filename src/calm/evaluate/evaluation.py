@@ -81,7 +81,8 @@ def evaluate_documents(
     stride = unit if positions == "shared" else size
     if unit % size or estimator.length % stride:
         raise ConfigError(
-            f"chunks of {size}, starts every {unit}, and a context of {estimator.length} tokens do not fit together"
+            f"start positions every {unit} tokens must be a multiple of the chunk size, {size}, and the context of "
+            f"{estimator.length} tokens a multiple of {stride}"
         )
     shifts = range(size if positions == "every" else 1)
     windows = windows_of(documents, estimator.length, shifts, pad_token_id)
@@ -92,7 +93,9 @@ def evaluate_documents(
         noise = RowNoise(row_seeds(np.array([window.number for window in batch]), seed, SeedStream.EVALUATION), device)
         accuracy, collision, nats = estimator.estimate(torch.from_numpy(tokens).to(device), noise)
         if not bool(accuracy.isfinite().all() & collision.isfinite().all()):
-            raise UserError("the model's probabilities are not finite: its weights are damaged")
+            raise UserError(
+                "the model's probabilities are not finite (NaN or inf): check its weights, or try --dtype fp32"
+            )
         starts = np.arange(size, estimator.length + 1, size)
         lengths = np.array([[len(window.tokens)] for window in batch])
         scored = torch.from_numpy((starts % stride == 0) & (starts + MAX_NGRAM <= lengths)).to(device)

@@ -82,9 +82,11 @@ class HarnessModel(LM):
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         answers = []
-        for number, request in enumerate(tqdm(requests, desc="bounds of likelihoods")):
+        for number, request in enumerate(tqdm(requests, desc="log-likelihood bounds")):
             context, continuation = cast(Any, request.args)
-            spaces = len(context) - len(context.rstrip())  # a token begins with its space, so it goes behind
+            spaces = len(context) - len(
+                context.rstrip()
+            )  # a token begins with its space, so it moves to the continuation
             context, continuation = context[: len(context) - spaces], context[len(context) - spaces :] + continuation
             answers.append(self._bound(self.tokenizer.encode(context), self.tokenizer.encode(continuation), number))
         return answers
@@ -92,7 +94,7 @@ class HarnessModel(LM):
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Log-likelihoods of whole texts, in pieces of half the positions, each with the text before it as context."""
         answers = []
-        for number, request in enumerate(tqdm(requests, desc="bounds of likelihoods")):
+        for number, request in enumerate(tqdm(requests, desc="log-likelihood bounds")):
             ids = self.tokenizer.encode(cast(Any, request.args)[0])
             piece = max(1, (self._longest() or len(ids) + 1) // 2)
             starts = range(0, len(ids), piece)

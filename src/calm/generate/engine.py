@@ -1,8 +1,8 @@
 """The generation engine: continuous batching of sequences of token ids.
 
-    add → waiting → a step: read what is new, sample a chunk for every sequence → StepOutput → remove
+    add → waiting → a step: prefill new sequences, sample a chunk for every sequence → StepOutput → remove
 
-Sequences are added and removed between steps. Each has its own noise, so its tokens do not depend on its neighbours. A
+Sequences are added and removed between steps. Each has its own noise, so its tokens do not depend on its neighbors. A
 prompt is padded at its front to whole chunks, as in training. The backbone's batch holds keys and values; rows are its
 slots, some of which may be free.
 
@@ -78,8 +78,8 @@ class GenerationStats:
 
     chunks: int = 0
     draws: int = 0
-    fallen_back: int = 0  # chunks for which n had to be lowered
-    unsettled: int = 0  # chunks for which a limit came before the goal
+    fallen_back: int = 0  # chunks for which the exponent 1/T was lowered
+    unsettled: int = 0  # chunks that reached a limit of draws first
 
     def add(self, draws: int, fallbacks: int, unsettled: bool) -> None:
         """Count one chunk."""
@@ -232,7 +232,7 @@ class Engine:
         chunks, agreement = [], []
         for *ids, draws, fallbacks, unsettled, finite, share in rows:
             if not finite:
-                raise UserError("the model's output is not finite: its weights are damaged")
+                raise UserError("the model's output is not finite (NaN or inf): check its weights, or try --dtype fp32")
             self.stats.add(int(draws), int(fallbacks), bool(unsettled))
             chunks.append([int(token) for token in ids])
             agreement.append(None if math.isnan(share) else share)

@@ -62,7 +62,7 @@ class LogitsProcessor:
         )
 
     def __call__(self, log_probs: Tensor) -> Tensor:
-        """Log-probabilities or logits (B, V) → normalised probabilities (B, V), in fp64."""
+        """Log-probabilities or logits (B, V) → normalized probabilities (B, V), in fp64."""
         p = (log_probs.double() / self.temperature).softmax(-1)
         if self.top_k is self.top_p is self.min_p is None:
             return p

@@ -1,4 +1,4 @@
-"""Algorithm 1 of §5: exact samples of P(x)^(1/T), normalised, from samples of P alone, by rejection.
+"""Algorithm 1 of §5: exact samples of P(x)^(1/T), normalized, from samples of P alone, by rejection.
 
     1/T = n + fraction     n draws that are all the same: probability P(x)^n
                            then a coin that shows heads with probability P(x)^fraction (a Bernoulli factory)
@@ -65,7 +65,7 @@ def sample_at_temperature(
     try:
         while True:
             chunk = _same_n_times(draws, n)
-            if not fraction or _coin(draws, chunk, fraction, generator):
+            if not fraction or _bernoulli_factory(draws, chunk, fraction, generator):
                 return chunk, SamplingStats(torch.tensor([draws.used]), torch.tensor([0]), torch.tensor([False]))
     except _Exhausted:
         chunks, cost = sample_from_candidates(torch.cat(draws.blocks)[None], s, generator=generator)
@@ -85,20 +85,20 @@ def _same_n_times(draws: "_Draws", n: int) -> Tensor:
         draws.use(len(groups) * n)
 
 
-def _coin(draws: "_Draws", chunk: Tensor, fraction: float, generator: torch.Generator | None) -> bool:
-    """Stage 2, a Bernoulli factory: heads with probability P(chunk)^fraction."""
+def _bernoulli_factory(draws: "_Draws", chunk: Tensor, fraction: float, generator: torch.Generator | None) -> bool:
+    """Stage 2, a Bernoulli factory: true with probability P(chunk)^fraction."""
     i = 1
     while True:
         ahead = draws.ahead(1)
-        heads = (ahead == chunk).flatten(1).all(1)
+        hits = (ahead == chunk).flatten(1).all(1)
         tries = torch.arange(i, i + len(ahead), dtype=torch.double)
         device = None if generator is None else generator.device
         uniform = torch.rand(len(ahead), generator=generator, device=device, dtype=torch.double).cpu()
-        ended = heads | (uniform < fraction / tries).to(heads.device)
+        ended = hits | (uniform < fraction / tries).to(hits.device)
         if bool(ended.any()):
             first = int(ended.byte().argmax())
             draws.use(first + 1)
-            return bool(heads[first])
+            return bool(hits[first])
         draws.use(len(ahead))
         i += len(ahead)
 

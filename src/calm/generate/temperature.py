@@ -1,4 +1,4 @@
-"""Temperature without likelihoods (§5): samples of P(x)^(1/T), normalised, from samples of P alone.
+"""Temperature without likelihoods (§5): samples of P(x)^(1/T), normalized, from samples of P alone.
 
     sample_from_candidates  Algorithm 2: among N candidates, a chunk that occurs c times has weight C(c, n), T = 1/n
     sample_token_by_token   the same for one token after the other, as a softmax model applies temperature
@@ -79,8 +79,8 @@ class SamplingStats(NamedTuple):
     """What sampling cost, per row (B,)."""
 
     draws: Tensor  # candidates that were used
-    fallbacks: Tensor  # how often n had to be lowered by one
-    unsettled: Tensor  # true if a limit was reached before the goal
+    fallbacks: Tensor  # how often the exponent was lowered by one
+    unsettled: Tensor  # true if a limit of draws was reached first
 
 
 def inverse(temperature: float) -> float:
@@ -149,7 +149,7 @@ def sample_token_by_token(
 ) -> tuple[Tensor, SamplingStats]:
     """Select a token by its frequency among the candidates, then the next among those that start with it.
 
-    As N grows this samples the product of P(x_k | x_<k)^(1/T), normalised at each k.
+    As N grows this samples the product of P(x_k | x_<k)^(1/T), normalized at each k.
 
     Args:
         candidates: ids (B, N, K), or `Candidates`.

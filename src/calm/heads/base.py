@@ -279,9 +279,9 @@ class LatentProposals(Proposals):
 
 
 def check_finite(proposals: Proposals) -> Proposals:
-    """Refuse draws of a model whose output is not finite; a GPU is waited for."""
+    """Raise UserError if a model's output is not finite; synchronizes with a GPU."""
     if not bool(proposals.finite().all()):
-        raise UserError("the model's output is not finite: its weights are damaged")
+        raise UserError("the model's output is not finite (NaN or inf): check its weights, or try --dtype fp32")
     return proposals
 
 

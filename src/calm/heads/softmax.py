@@ -41,7 +41,7 @@ class SoftmaxHead(Head):
         object.__setattr__(self, "matmul", matmul)
 
     def reset_parameters(self) -> None:
-        """The model initialises the projection."""
+        """The model initializes the projection."""
 
     def loss(
         self,

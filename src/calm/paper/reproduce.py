@@ -23,7 +23,7 @@ from calm.data.prepare import prepare
 from calm.data.shards import MANIFEST, read_manifest
 from calm.distributed import World, process_group
 from calm.errors import UserError
-from calm.files import claimed
+from calm.files import locked_directory
 from calm.paper.experiment import FAILED, Experiment, Row, Table, build_table
 from calm.paper.measures import Inputs, Measure, evaluate
 from calm.paper.results import Results
@@ -212,7 +212,7 @@ def reproduction(
     scale: Scale, output: Path, screen: Screen, *, data: Path | None = None, resume: bool = False
 ) -> Iterator[Reproduction]:
     """Open an output directory with an exclusive lock, held by this process (or by one torchrun job)."""
-    with process_group() as world, claimed(output, "calm reproduce") if world.is_main else nullcontext():
+    with process_group() as world, locked_directory(output, "calm reproduce") if world.is_main else nullcontext():
         try:
             yield Reproduction(scale, output, screen, world, data=data, resume=resume)
         except OSError as error:

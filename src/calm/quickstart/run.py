@@ -18,7 +18,7 @@ from calm.errors import UserError
 from calm.evaluate.language_models import Options, evaluate_language_models
 from calm.evaluate.reconstruction import evaluate_autoencoder
 from calm.evaluate.tradeoff import CONTEXT, calm_samples, hidden_states, measure, transformer_samples, windows
-from calm.files import claimed, write_atomic, write_json
+from calm.files import locked_directory, write_atomic, write_json
 from calm.generate.sampler import SamplingParams
 from calm.generate.text import TextGenerator
 from calm.paper.cost import cost_of
@@ -43,7 +43,7 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 16, 96
 
 def quickstart(plan: Plan, output: Path, screen: Screen) -> dict[str, Any]:
     """Run all stages that are not complete yet, and write the report. Returns its results."""
-    with claimed(output, "calm quickstart"):
+    with locked_directory(output, "calm quickstart"):
         save_or_check_plan(plan, output)
         total = len(STAGES) + 3
         screen.stage(1, total, "text → tokenizer and shards", _minutes(0.3))

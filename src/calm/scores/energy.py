@@ -133,8 +133,8 @@ def _terms(
 def _diversity(samples: Tensor, alpha: float) -> Tensor:
     """Mean of |x - x'|^α over ordered pairs of different samples."""
     count = len(samples)
-    centred = samples - samples.mean(0).detach()  # same distances, smaller rounding errors
-    distances = _distances(centred, centred, alpha)
+    centered = samples - samples.mean(0).detach()  # same distances, smaller rounding errors
+    distances = _distances(centered, centered, alpha)
     others = ~torch.eye(count, dtype=torch.bool, device=samples.device)
     return torch.where(others, distances, 0.0).sum((-2, -1)) / (count * (count - 1))
 
@@ -169,7 +169,7 @@ def gaussian_moment(squared: Tensor, variance: Tensor, exponent: float) -> Tenso
 
 
 def _replace_some(moment: Tensor, scattered: Tensor, squared: Tensor, variance: Tensor, exponent: float) -> Tensor:
-    """Compute the integral where it is needed, which a GPU would have to wait for."""
+    """Compute the integral where it is needed, which would synchronize with a GPU."""
     if not scattered.any():
         return moment
     exact = _gaussian_moment_by_integral(squared[scattered], variance[scattered], exponent)

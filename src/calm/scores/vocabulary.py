@@ -20,7 +20,7 @@ Projection = Callable[[Tensor, Tensor], Tensor]  # states (n, d), token vectors 
 
 
 class VocabularySubset(NamedTuple):
-    """Tokens that stand for the whole vocabulary in the normaliser of a softmax (sampled softmax)."""
+    """Tokens that stand for the whole vocabulary in the normalizer of a softmax (sampled softmax)."""
 
     ids: Tensor  # (S,), sorted; contains every target
     weights: Tensor  # (S,): how many tokens of the vocabulary each one stands for
@@ -44,7 +44,7 @@ def vocabulary_cross_entropy(
         vocabulary: token vectors (V, d); the logits are `states @ vocabulary.T`.
         targets: token ids (n,).
         weights: (n,), usually one over the number of tokens.
-        subset: estimate the normaliser from these tokens, at the cost of their number.
+        subset: estimate the normalizer from these tokens, at the cost of their number.
         project: how logits are computed; a function, or the `forward` of a module: hooks cannot run in here.
 
     Returns:
@@ -82,11 +82,11 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 chosen = logits.gather(1, index)[:, 0]
                 if importance is not None:
                     logits = logits.add_(importance)
-                normaliser = logits.logsumexp(-1)
-                total += ((normaliser - chosen) * weights[here]).sum()
+                normalizer = logits.logsumexp(-1)
+                total += ((normalizer - chosen) * weights[here]).sum()
                 if not (of_states or of_vocabulary):
                     continue
-                gradient = logits.sub_(normaliser[:, None]).exp_()  # the probabilities, until the next line
+                gradient = logits.sub_(normalizer[:, None]).exp_()  # the probabilities, until the next line
                 gradient.scatter_add_(1, index, gradient.new_full(index.shape, -1.0))
                 gradient = gradient.mul_(weights[here, None]).to(states.dtype)
                 if grad_states is not None:

@@ -16,12 +16,14 @@ class Metrics:
         histogram = partial(Histogram, registry=self.registry, buckets=BUCKETS)
         model = ["model"]
         self.requests = counter("calm_requests", "HTTP responses by path and status.", ["path", "status"])
-        self.rejected = counter("calm_texts_refused", "Sequences rejected because the waiting queue was full.", model)
+        self.rejected = counter(
+            "calm_sequences_rejected", "Sequences rejected because the waiting queue was full.", model
+        )
         self.tokens = counter("calm_tokens", "Generated tokens.", model)
         self.chunks = counter("calm_chunks", "Generated chunks: one per running sequence and step.", model)
         self.steps = histogram("calm_step_seconds", "Duration of a decoding step of the whole batch.", model)
         self.first_chunk = histogram(
             "calm_first_chunk_seconds", "Time from a request to its first chunk, including time in the queue.", model
         )
-        self.running = gauge("calm_texts_running", "Running sequences.", model)
-        self.waiting = gauge("calm_texts_waiting", "Waiting sequences.", model)
+        self.running = gauge("calm_sequences_running", "Running sequences.", model)
+        self.waiting = gauge("calm_sequences_waiting", "Waiting sequences.", model)

@@ -16,12 +16,12 @@ from calm.serve.limits import ApiError, Limits, truncated_repr
 from calm.serve.scheduler import SequenceState
 
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # field: (values without effect, which are accepted, reason)
-    "logprobs": ((None,), "CALM models sample vectors and have no token probabilities; omit it"),
-    "top_p": ((None, 1), "CALM models sample vectors and have no token probabilities to truncate; use temperature"),
-    "best_of": ((None, 1), "completions cannot be ranked without token probabilities; use n"),
-    "presence_penalty": ((None, 0), "CALM models have no token probabilities to penalize; omit it"),
-    "frequency_penalty": ((None, 0), "CALM models have no token probabilities to penalize; omit it"),
-    "logit_bias": ((None, {}), "CALM models have no logits; omit it"),
+    "logprobs": ((None,), "log-probabilities are not available from this server; omit it"),
+    "top_p": ((None, 1), "truncation is not available from this server; use temperature"),
+    "best_of": ((None, 1), "completions are not ranked by this server; use n"),
+    "presence_penalty": ((None, 0), "penalties are not available from this server; omit it"),
+    "frequency_penalty": ((None, 0), "penalties are not available from this server; omit it"),
+    "logit_bias": ((None, {}), "logits cannot be changed on this server; omit it"),
     "suffix": ((None, ""), "text can only be appended to a prompt, not inserted; omit it"),
 }
 

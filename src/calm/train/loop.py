@@ -30,7 +30,7 @@ from calm.checkpoint import save_model
 from calm.config import CONFIG_FILE, RunConfig, load_config, save_config
 from calm.distributed import World, process_group
 from calm.errors import ConfigError, UserError
-from calm.files import TEMPORARY, claimed, write_json
+from calm.files import TEMPORARY, locked_directory, write_json
 from calm.seeds import SeedStream, torch_seed
 from calm.train.checkpoint import Checkpoints, load, older_version, state_of, versions
 from calm.train.distributed import shard
@@ -75,7 +75,7 @@ def train(
 ) -> dict[str, Any]:
     """Train the model that `config` describes in the directory `output`; returns a summary."""
     output = Path(output)
-    with process_group() as world, claimed(output, "calm train") if world.is_main else nullcontext():
+    with process_group() as world, locked_directory(output, "calm train") if world.is_main else nullcontext():
         if problem := world.broadcast(_conflict(config, output, resume) if world.is_main else None):
             raise ConfigError(problem)
         if not world.is_main:
@@ -91,9 +91,9 @@ def _conflict(config: RunConfig, output: Path, resume: bool) -> str | None:
     """Why this run cannot use the directory, or None."""
     entries = sorted(path.name for path in output.iterdir() if not path.name.endswith(TEMPORARY))
     if entries and CONFIG_FILE not in entries:
-        return f"{output} holds files that calm train did not make ({', '.join(entries[:3])}); name another directory"
+        return f"{output} holds files that calm train did not make ({', '.join(entries[:3])}); choose another directory"
     if entries and not resume:
-        return f"{output} holds a run; continue it with --resume, or name another directory"
+        return f"{output} holds a run; continue it with --resume, or choose another directory"
     if entries and (version := older_version(output / CHECKPOINTS)) is not None:
         return (
             f"{output} was written by calm {version}, and calm {__version__} cannot resume it; finish it with that "
@@ -271,7 +271,7 @@ class _Run:
         """Write the model, the record of the run, and its plot; returns the summary."""
         steps = self.config.train.steps
         if not self.checkpoints.wait():
-            raise UserError("the last checkpoint could not be written; make room and run again with --resume")
+            raise UserError("the last checkpoint could not be written; free disk space and run again with --resume")
         if not self.measures:
             with self._autocast():
                 self.measures = self.stage.evaluate()
@@ -284,10 +284,10 @@ class _Run:
             **self.measures,
         }
         if self.world.is_main:
-            model, aside = self.output / "model", self.output / "model.writing"
-            shutil.rmtree(aside, ignore_errors=True)
-            save_model(self.stage.model, aside, weights)
-            self.stage.save_extras(aside)
+            model, unfinished = self.output / "model", self.output / "model.writing"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            save_model(self.stage.model, unfinished, weights)
+            self.stage.save_extras(unfinished)
             date = datetime.now(UTC).isoformat(timespec="seconds")
             run = {
                 "summary": summary,
@@ -295,9 +295,9 @@ class _Run:
                 "versions": versions(),
                 "config": self.config.model_dump(mode="json"),
             }
-            write_json(aside / "run.json", run)  # a copied model keeps its provenance
+            write_json(unfinished / "run.json", run)  # a copied model keeps its provenance
             shutil.rmtree(model, ignore_errors=True)
-            aside.rename(model)
+            unfinished.rename(model)
             write_json(self.output / "run.json", run)
             plot_losses(self.output)
         return summary
@@ -306,7 +306,7 @@ class _Run:
         """Compile layer by layer, since a whole model has graph breaks: at each row's random generator, for one."""
         compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # what torch looks for
         if self.world.device.type == "cpu" and not shutil.which(compiler):
-            self.warn("train.compile needs a C++ compiler, and there is none; going on without it")
+            self.warn("no C++ compiler found; continuing without train.compile")
             return
         for module in self.model.compile_units():
             module.compile()

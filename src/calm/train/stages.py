@@ -196,7 +196,7 @@ class LanguageModelStage(Stage):
 
             check_tokenizer(settings.backbone, tokenizer, tokenizer.vocab_size)
             backbone = load_backbone(settings.backbone, tokenizer.vocab_size)
-            # copies: Calm initialises all of its parameters in place
+            # copies: Calm initializes all of its parameters in place
             weights, embedding = deepcopy((backbone.state_dict(), backbone.token_embedding.state_dict()))
             fields = calm_fields_of(settings)
             model = Calm(PlainCalmConfig(backbone.config, config, front_padding=False, **fields), backbone)
@@ -235,7 +235,7 @@ class TransformerStage(Stage):
             model = load_transformer(settings.start)
             check_tokenizer(settings.start, tokenizer, model.vocab_size)
         elif not isinstance(settings.backbone, dict):
-            raise ConfigError("a pretrained Transformer is named by language_model.start, not by backbone")
+            raise ConfigError("set language_model.start, not backbone, to load a pretrained Transformer")
         else:
             fields = backbone_fields(settings.backbone, tokenizer.vocab_size)
             with torch.device("meta") if LlamaConfig.describes(fields) else nullcontext():
