@@ -30,6 +30,7 @@ def train(config: RunConfig, seconds: float, output: Path) -> dict[str, float]:
     settings = config.optimizer
     with process_group() as world:
         stage = STAGES[config.stage](config, world)
+        stage.initialize()
         model = stage.model.train()
         optimize_for_cpu(model)
         optimizer = adamw(model, settings.betas, settings.eps, settings.weight_decay)

@@ -42,6 +42,7 @@ def minimal_loop(config: RunConfig) -> list[float]:
     """Seconds per step of a minimal loop for the same model; batches are made beforehand."""
     torch.manual_seed(config.seed)
     stage = AutoencoderStage(config, World(0, 1, torch.device("cpu")))
+    stage.initialize()
     model = stage.model.train()
     optimize_for_cpu(model)
     optimizer = adamw(model, (0.9, 0.95), 1e-8, 0.1)

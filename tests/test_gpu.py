@@ -14,6 +14,7 @@ from calm.generate.engine import Engine, Sequence
 from calm.generate.sampler import SamplingParams
 from calm.heads import HEADS
 from calm.noise import RowNoise
+from calm.scores.energy import _product_precision
 from calm.train.loop import _Run
 from calm.train.stages import described_model
 from tests.generate.conftest import PAD, VOCAB_SIZE, build_model
@@ -156,6 +157,27 @@ def test_generation_with_a_transformer():
     expected = tokens(model, params)
     with simulated_cuda() as gpu:
         assert tokens(model.to(CUDA), params, gpu) == expected
+
+
+def test_exact_sampling_that_settles_for_one_row_only():
+    """A row that reaches its limit of draws has statistics on the GPU, one that settles on the CPU."""
+    model = build_model(2)
+    params = [SamplingParams(0.5, 2, "exact"), SamplingParams(0.5, 10_000, "exact")]
+    expected = tokens(model, params)
+    with simulated_cuda() as gpu:
+        assert tokens(model.to(CUDA), params, gpu, 10**6) == expected
+
+
+def test_products_on_a_gpu_have_the_precision_of_tf32():
+    with simulated_cuda():
+        numbers = torch.ones(2, device=CUDA)
+        assert _product_precision(numbers) == torch.finfo(torch.float32).eps
+        torch.set_float32_matmul_precision("high")
+        try:
+            assert _product_precision(numbers) == 2**-10
+            assert _product_precision(torch.ones(2)) == torch.finfo(torch.float32).eps
+        finally:
+            torch.set_float32_matmul_precision("highest")
 
 
 def test_prompts_are_read_without_a_mask():

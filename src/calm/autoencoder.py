@@ -156,6 +156,8 @@ class Encoder(nn.Module):
         self.variational = config.variational
 
     def forward(self, embeddings: Tensor) -> Posterior:
+        if torch.is_autocast_enabled(embeddings.device.type):
+            embeddings = embeddings.float()  # the residual stream; FSDP may have gathered the embedding in bf16
         states = self.token_layers(embeddings)  # (..., K, d)
         states = self.chunk_layers(self.squeeze(states.flatten(-2)))  # (..., d)
         output = self.posterior(self.norm(states))  # (..., 2Z)

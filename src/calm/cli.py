@@ -315,7 +315,7 @@ def evaluate(
     elif data is None:
         raise UserError("--data is missing; give a directory made by 'calm prepare', or a text file")
     elif len(models) == 1 and model_type(models[0]) == AutoencoderConfig.model_type:
-        command.evaluate_autoencoder(models[0], data, split, batch_size, output, as_json, device)
+        command.evaluate_autoencoder(models[0], data, split, batch_size, output, as_json, device, dtype)
     else:
         from calm.evaluate.language_models import Options
 

@@ -68,7 +68,7 @@ _current: list[World] = []  # the process group that has been initialized, if an
 
 @contextmanager
 def process_group(device: str = "auto") -> Iterator[World]:
-    """Initialise the process group that torchrun describes; nested calls share it."""
+    """Initialize the process group that torchrun describes; nested calls share it."""
     if _current:
         yield _current[0]
         return
@@ -110,5 +110,24 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in ("auto", "fp32", "bf16"):
         raise ConfigError(f"dtype must be auto, fp32, or bf16, not {name!r}")
     if name == "auto":
-        name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+        name = "bf16" if device.type == "cuda" and _has_bf16(device) else "fp32"
     return torch.bfloat16 if name == "bf16" else torch.float32
+
+
+def _has_bf16(device: torch.device) -> bool:
+    """Whether a GPU computes in bf16, and does not only emulate it."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def move_model(model: Any, device: torch.device, dtype: str) -> Any:
+    """Move a model to a device, and its parameters to the dtype that a user named.
+
+    Buffers, such as the rotary frequencies of transformers' models, keep their precision.
+    """
+    chosen = resolve_dtype(dtype, device)
+    model.to(device)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(chosen)
+    return model

@@ -268,6 +268,8 @@ class Llama(nn.Module):
             (B, L, H)
         """
         before, length = cache.length if cache is not None else 0, x.shape[1]
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.float()  # the residual stream; FSDP may have gathered the embedding in bf16
         if positions is None:
             positions = torch.arange(before, before + length, device=x.device)[None]
         rotary = rotary_embedding(positions, self.config)

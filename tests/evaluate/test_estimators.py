@@ -284,7 +284,7 @@ def test_branch_attends_only_to_its_own_past(attention):
     with torch.no_grad():
         branches.read(model.embed(tokens[..., None]))
         branches.start_at(0, 3)
-        branches.grow(torch.tensor([1, 4]), model.embed(rest[:2, :1]))  # dropped by the next call of plant
+        branches.grow(torch.tensor([1, 4]), model.embed(rest[:2, :1]))  # dropped by the next start_at
         branches.start_at(0, 6)
         for step, nodes in enumerate(parents):
             texts = [[*texts[node], rest[number, step].item()] for number, node in enumerate(nodes.tolist())]

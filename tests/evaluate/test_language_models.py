@@ -56,6 +56,12 @@ def test_two_processes_give_the_scores_of_one(models, prepared):
             assert got[key]["value"] == pytest.approx(measures[key]["value"], rel=1e-4, abs=1e-6), (name, key)
 
 
+def test_bf16_is_close_to_fp32(models, prepared):
+    for name in ("calm-2", "softmax"):  # both are scored by branches, which are checked before the weights are rounded
+        rough, exact = (evaluate([models / name], prepared, dtype=dtype)["models"][name] for dtype in ("bf16", "fp32"))
+        assert rough["accuracy_1"]["value"] == pytest.approx(exact["accuracy_1"]["value"], rel=0.1, abs=0.5)
+
+
 def test_cross_entropy_is_that_of_the_model(models, prepared):
     measures = evaluate([models / "softmax"], prepared, context=64)["models"]["softmax"]
     model, data = load_transformer(models / "softmax"), PreparedData(prepared)

@@ -89,6 +89,25 @@ def small_disk(tmp_path):
     subprocess.run(["umount", place], check=True)
 
 
+def test_a_process_that_cannot_write_does_not_leave_the_others_waiting(tmp_path, monkeypatch):
+    """All processes learn of the error: the failing one takes part in the exchange, and the others fail as well."""
+    world = World(0, 2, torch.device("cpu"))
+    checkpoints = Checkpoints(tmp_path, 2, world, {}, lambda _: None)
+    (tmp_path / "shard-00001-model.safetensors").write_bytes(b"weights")
+    others: list = [{"shard-00002-model.safetensors": "a"}, OSError("no space left")]
+
+    def exchange(parts, own, group):
+        parts[:] = [own, others.pop()]
+
+    monkeypatch.setattr(dist, "all_gather_object", exchange)
+    with pytest.raises(OSError, match="no space left"):
+        checkpoints._checksums(tmp_path)
+    monkeypatch.setattr(module, "sync", lambda path: (_ for _ in ()).throw(OSError("quota exceeded")))
+    with pytest.raises(OSError, match="quota exceeded"):
+        checkpoints._checksums(tmp_path)
+    assert not others
+
+
 def test_a_full_disk_keeps_earlier_checkpoints(small_disk):
     checkpoints, warnings = make_checkpoints(small_disk / "checkpoints")
     small, large = {"w": torch.ones(1000)}, {"w": torch.ones(100_000)}

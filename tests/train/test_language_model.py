@@ -176,6 +176,13 @@ def test_pretrained_backbone_keeps_its_weights_and_embedding(language_model, pre
     )
     assert model.chunk_embedding.tokens is not None
     torch.testing.assert_close(model.chunk_embedding.tokens.weight[:398], pretrained.model.embed_tokens.weight)
+    train(settings(tmp_path / "recipe.yaml", "language_model.init_embedding_from_autoencoder=true"), tmp_path / "wide")
+    wide = load_calm(tmp_path / "wide" / "model")
+    rows, size = wide.autoencoder.embedding.weight.shape
+    assert wide.chunk_embedding.tokens is not None
+    embedding = wide.chunk_embedding.tokens.weight
+    torch.testing.assert_close(embedding[:rows, :size], wide.autoencoder.embedding.weight)
+    torch.testing.assert_close(embedding[:398, size:], pretrained.model.embed_tokens.weight[:, size:])
     weights = load_file(tmp_path / "pretrained" / "model.safetensors")
     shutil.copytree(tmp_path / "pretrained", tmp_path / "part")
     weights.pop("model.layers.0.mlp.up_proj.weight")

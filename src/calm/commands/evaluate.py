@@ -30,11 +30,11 @@ def evaluate_language_models(
 
 
 def evaluate_autoencoder(
-    model: Path, data: Path, split: str, batch_size: int, output: Path | None, as_json: bool, device: str
+    model: Path, data: Path, split: str, batch_size: int, output: Path | None, as_json: bool, device: str, dtype: str
 ) -> None:
     _require_single_process("the evaluation of an autoencoder")
     with console.stderr.status("evaluating"):
-        measures = reconstruction.evaluate_autoencoder(model, data, split, batch_size, device)
+        measures = reconstruction.evaluate_autoencoder(model, data, split, batch_size, device, dtype)
     curve = {f"token accuracy, extra noise {p['extra_noise']}": p["token_accuracy"] for p in measures["robustness"]}
     table = console.values_table(f"{model} on {data}", measures | curve)
     _finish(measures, [table], output, "reconstruction.json", as_json)

@@ -191,7 +191,8 @@ def run_harness(
             )
         else:
             place = str(resolve_device(device))
-            model = cast(Any, HFLM)(pretrained=str(directory), batch_size=batch_size, device=place)
+            weights = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16"}[dtype]
+            model = cast(Any, HFLM)(pretrained=str(directory), batch_size=batch_size, device=place, dtype=weights)
         evaluated = cast(Any, simple_evaluate)(
             model=model,
             tasks=manager.match_tasks(names),

@@ -10,7 +10,7 @@ from typing import Any
 
 from calm.checkpoint import ModelInfo, load_language_model, read_info
 from calm.data.tokenizer import load_tokenizer
-from calm.distributed import World, resolve_dtype
+from calm.distributed import World, move_model
 from calm.errors import ConfigError, DataError, UserError
 from calm.evaluate.branches import check_branches
 from calm.evaluate.brier_lm import Score
@@ -74,11 +74,11 @@ class Contender:
         for name, parameter in model.named_parameters():
             if not bool(parameter.isfinite().all()):
                 raise UserError(f"the weights in {self.directory} are damaged: {name} has values that are not finite")
-        model = model.to(world.device, resolve_dtype(options.dtype, world.device)).eval()
+        check_branches(model.eval())  # in fp32: rounding would hide what it looks for
+        model = move_model(model, world.device, options.dtype)
         if options.int8:
             prepare_inference(model, int8=True)
         latents = int(options.positions != "every") if model.head.exact_likelihood else options.num_latents
-        check_branches(model)
         return estimator_of(model, length, options.num_samples, latents)
 
 

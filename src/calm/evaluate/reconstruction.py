@@ -14,7 +14,7 @@ from calm.data.chunks import ChunkedStream
 from calm.data.loader import Batch, evaluation_batches
 from calm.data.shards import PreparedData
 from calm.data.tokenizer import load_tokenizer
-from calm.distributed import resolve_device
+from calm.distributed import move_model, resolve_device
 from calm.errors import DataError
 from calm.evaluate.health import evaluating, on_device
 from calm.noise import RowNoise
@@ -88,7 +88,12 @@ def evaluate_reconstruction(
 
 
 def evaluate_autoencoder(
-    directory: Path, data: Path, split: str = "validation", batch_size: int = 32, device: str = "auto"
+    directory: Path,
+    data: Path,
+    split: str = "validation",
+    batch_size: int = 32,
+    device: str = "auto",
+    dtype: str = "auto",
 ) -> dict[str, Any]:
     """`calm evaluate` for a saved autoencoder: reconstruction on one split of prepared data."""
     model = load_autoencoder(directory)
@@ -97,5 +102,7 @@ def evaluate_autoencoder(
         raise DataError(f"{data} was prepared with another tokenizer than the model in {directory}")
     chunk_size = model.config.chunk_size
     stream = ChunkedStream(prepared.split(split), chunk_size, 64 * chunk_size, prepared.tokenizer.pad_token_id)
-    metrics = evaluate_reconstruction(model.to(resolve_device(device)), evaluation_batches(stream, batch_size))
+    metrics = evaluate_reconstruction(
+        move_model(model, resolve_device(device), dtype), evaluation_batches(stream, batch_size)
+    )
     return {"model": str(directory), "data": str(data), "split": split, "chunk_size": chunk_size, **metrics}

@@ -298,7 +298,9 @@ def _exact(head: Head, hidden: Tensor, group: Group, noise: RowNoise) -> SampleO
         chunk, cost = sample_at_temperature(draw, own.temperature, generator=source.generators[0], max_draws=own.number)
         chunks.append(chunk)
         stats.append(cost)
-    together = SamplingStats(*(torch.cat(parts).to(hidden.device) for parts in zip(*stats, strict=True)))
+    together = SamplingStats(
+        *(torch.cat([part.to(hidden.device) for part in parts]) for parts in zip(*stats, strict=True))
+    )
     return SampleOutput(torch.stack(chunks), together, finite, torch.full_like(finite, torch.nan, dtype=torch.double))
 
 

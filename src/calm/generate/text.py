@@ -7,7 +7,7 @@ from pathlib import Path
 
 from calm.checkpoint import load_language_model
 from calm.data.tokenizer import Tokenizer, load_tokenizer
-from calm.distributed import resolve_device, resolve_dtype
+from calm.distributed import move_model, resolve_device
 from calm.errors import ConfigError, UserError
 from calm.generate.engine import Engine, GenerationStats, Sequence, prepare_inference
 from calm.generate.sampler import SamplingParams
@@ -102,8 +102,7 @@ class TextGenerator:
     """
 
     def __init__(self, directory: Path, device: str = "auto", dtype: str = "auto", *, int8: bool = False):
-        place = resolve_device(device)
-        self.model = load_language_model(directory).to(place, resolve_dtype(dtype, place)).eval()
+        self.model = move_model(load_language_model(directory), resolve_device(device), dtype).eval()
         if int8:
             prepare_inference(self.model, int8=True)
         if not (directory / "tokenizer.json").exists():

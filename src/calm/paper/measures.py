@@ -145,6 +145,7 @@ def _step_time(inputs: Inputs) -> dict[str, Any]:
     """Median CPU time of a training step. Unlike wall-clock time, it does not depend on other programs."""
     torch.manual_seed(inputs.config.seed)
     stage = STAGES[inputs.config.stage](inputs.config, inputs.world)
+    stage.initialize()
     settings, model = inputs.config.optimizer, stage.model.train()
     optimizer = adamw(model, settings.betas, settings.eps, settings.weight_decay)
     seconds = []

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # the autoencoder is built on scores
     from calm.autoencoder import Posterior
 
 CONCENTRATED = 20.0  # S²/k2 above which the expansion is accurate to 1e-3
+TF32_PRECISION = 2.0**-10  # of a product's factors
 SMALLEST = 1e-15  # squared distances below it are treated as exact: their squares underflow in fp32
 FIRST_NODE, LAST_NODE, NODES = -6.0, 14.0, 21  # log(t·S) at the integral's nodes: accurate to 1e-5
 SLICE_ELEMENTS = 2**19  # elements of samples and targets that are compared at once on a CPU: its caches hold them
@@ -144,8 +145,14 @@ def _distances(left: Tensor, right: Tensor, alpha: float) -> Tensor:
     left, right = left.movedim(0, -2), right.movedim(0, -2)  # (..., N, Z), (..., M, Z)
     sizes = (left**2).sum(-1)[..., :, None] + (right**2).sum(-1)[..., None, :]
     squared = sizes - 2 * left @ right.mT
-    noise_floor = 4 * torch.finfo(sizes.dtype).eps * sizes.detach()  # below it a difference is rounding
+    noise_floor = 4 * _product_precision(sizes) * sizes.detach()  # below it a difference is rounding
     return _power(squared, alpha / 2, noise_floor)
+
+
+def _product_precision(like: Tensor) -> float:
+    """Relative precision of a matrix product in fp32, which a GPU may compute in TF32."""
+    tf32 = like.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return TF32_PRECISION if tf32 else torch.finfo(like.dtype).eps
 
 
 def _power(base: Tensor, exponent: float, floor: Tensor | float) -> Tensor:

@@ -134,14 +134,20 @@ class Checkpoints:
 
     def _checksums(self, directory: Path) -> dict[str, str]:
         """SHA-256 of all files, each computed by the process that has written it, after it is on the disk."""
-        own = {}
-        for path in directory.glob(f"shard-{self.world.rank + 1:05d}-*"):
-            sync(path)
-            own[path.name] = sha256_of(path)
+        own: dict[str, str] | OSError = {}
+        try:
+            for path in directory.glob(f"shard-{self.world.rank + 1:05d}-*"):
+                sync(path)
+                own[path.name] = sha256_of(path)
+        except OSError as error:  # the other processes must not wait for this one
+            own = error
         parts: list[Any] = [own]
         if self.world.size > 1:
             parts = [None] * self.world.size
             dist.all_gather_object(parts, own, group=self.world.saving)
+        for part in parts:
+            if isinstance(part, OSError):
+                raise part
         return dict(sorted(pair for part in parts for pair in part.items()))
 
     def _prune(self) -> None:
@@ -246,6 +252,7 @@ def load(path: Path, state: dict[str, Tensor], world: World) -> None:
 
 def _save(state: dict[str, Tensor], path: Path, world: World) -> None:
     writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=_file_numbers(state), save_distributed=True)
+    writer.per_thread_copy_ahead = 0  # the state is in CPU memory: no CUDA stream to copy on
     save_state(cast(Any, state), storage_writer=writer, process_group=world.saving, no_dist=world.size == 1)
     if world.size > 1:
         dist.barrier(group=world.saving)

@@ -83,13 +83,26 @@ def assign(parameter: Tensor, whole: Tensor) -> Tensor:
     return parameter
 
 
+def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """The places (module, name) of each parameter that has several; `to_empty` would give each its own."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        parent, _, name = path.rpartition(".")
+        places.setdefault(parameter, []).append((model.get_submodule(parent), name))
+    return [found for found in places.values() if len(found) > 1]
+
+
 def initialize(model: Any, fill: Any, device: torch.device) -> None:
     """Allocate a model on the meta device, sharded or not, and call `fill()`, which sets its weights.
 
     Linear layers, embeddings, and norms that `fill` leaves out have torch's default weights, as if they had not been on
     the meta device.
     """
+    tied = _tied_parameters(model)
     model.to_empty(device=device)
+    for (module, name), *others in tied:
+        for other, other_name in others:
+            setattr(other, other_name, getattr(module, name))
     with torch.no_grad(), CpuInitialization():
         for module in model.modules():
             if isinstance(module, TORCH_LAYERS):  # also where FSDP has changed the class

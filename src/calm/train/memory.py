@@ -14,6 +14,7 @@ On a GPU (an estimate: no GPU was available to measure it):
 
 trained weights   4 copies, sharded: weight, two moments, gradient; a checkpoint's copy is in CPU memory
 frozen weights    1 copy, whole in every process
+accumulation      one more copy of the gradients, whole in every process
 gathered weights  under FSDP the largest unit twice (it is prefetched) with its gradient, and the units that stay
 activations       as on a CPU, and one slice of logits
 """
@@ -41,7 +42,7 @@ def gpu_training_memory(model: Any, config: RunConfig, rows: float, processes: i
     """Bytes of one GPU, if each computes `rows` rows at once."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    shard_size = config.train.shard_size or processes
+    shard_size = min(config.train.shard_size or processes, processes)
     number = BYTES if config.train.precision == "fp32" else 2
     gathered = 0
     if processes > 1:
@@ -51,6 +52,8 @@ def gpu_training_memory(model: Any, config: RunConfig, rows: float, processes: i
         root = trained - sum(map(sum, sizes.values()))
         gathered = number * (3 * max(sizes[True]) + 2 * (sum(sizes[False]) + root))
     states = BYTES * (4 * trained / shard_size + frozen)
+    if processes > 1 and config.train.accumulation > 1:
+        states += BYTES * trained  # gradients are summed before they are reduced
     return states + gathered + OVERHEAD * number * rows * _kept(model, config) + LOGITS + CUDA
 
 
@@ -58,14 +61,15 @@ def training_memory(model: nn.Module, config: RunConfig, rows: float, processes:
     """Bytes of one process on a CPU, if each computes `rows` rows at once."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    states = BYTES * (6 * trained + 2 * frozen) / processes
-    file = min(LARGEST_FILE, BYTES * (3 * trained + frozen) / processes)
+    shard_size = min(config.train.shard_size or processes, processes)
+    states = BYTES * (6 * trained / shard_size + 2 * frozen)
+    file = min(LARGEST_FILE, BYTES * (3 * trained / shard_size + frozen))
     gradients = trained
     if isinstance(model, Autoencoder):
         gradients += 2 * model.embedding.weight.numel()
     number = BYTES if config.train.precision == "fp32" else 2
     activations = OVERHEAD * number * rows * _kept(model, config) + 2 * BYTES * SLICE_ELEMENTS
-    return states + file + max(activations, BYTES * gradients / processes) + LIBRARIES
+    return states + file + max(activations, BYTES * gradients / shard_size) + LIBRARIES
 
 
 def _kept(model: Any, config: RunConfig) -> float:

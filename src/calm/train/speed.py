@@ -1,5 +1,6 @@
 """Training throughput and hardware utilization."""
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,14 +32,17 @@ def measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3
 
 ROW_INPUTS = ("chunks", "targets", "mask")  # inputs of a model that have a row for each sequence
 
-# Nominal dense peak in bf16, in FLOP/s, by a part of the name that CUDA reports (vendors' data sheets).
+# Nominal dense peak in bf16, in FLOP/s, by whole words of the name that CUDA reports (vendors' data sheets).
 NOMINAL_PEAKS = {
     "B200": 2250e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "A10": 125e12,
     "RTX 4090": 165e12,
@@ -49,7 +53,9 @@ NOMINAL_PEAKS = {
 
 def nominal_peak(name: str) -> float | None:
     """The vendor's peak of a GPU in bf16 (fp16 for V100), or None if it is not listed."""
-    return next((peak for part, peak in NOMINAL_PEAKS.items() if part in name), None)
+    if "Laptop" in name:  # another chip, with the name of the desktop card
+        return None
+    return next((peak for words, peak in NOMINAL_PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
 class Speed:
@@ -82,6 +88,8 @@ class Speed:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time spent in this context."""
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)  # steps that are still running are not part of it
         start_time = time.perf_counter()
         yield
         self.start_time += time.perf_counter() - start_time

@@ -203,17 +203,18 @@ class LanguageModelStage(Stage):
             backbone.load_state_dict(weights)
             if model.chunk_embedding.tokens is not None:
                 model.chunk_embedding.tokens.load_state_dict(embedding)
-        self._load_autoencoder(model)
+        model.load_autoencoder(autoencoder)
+        if settings.init_embedding_from_autoencoder:
+            weight = autoencoder.embedding.weight
+            with torch.no_grad():
+                _wide_embedding(model).weight[: weight.shape[0], : weight.shape[1]] = weight
         return model
 
     def fill(self) -> None:
         super().fill()
-        self._load_autoencoder(self.model)
-
-    def _load_autoencoder(self, model: Calm) -> None:
-        model.load_autoencoder(self.autoencoder)
+        self.model.load_autoencoder(self.autoencoder)
         if self.config.language_model.init_embedding_from_autoencoder:
-            _init_embedding(model)
+            _init_embedding(self.model)
 
     def count(self, mask: Tensor) -> Tensor:
         return chunk_mask(mask, self.config.data.chunk_size)[:, 1:]
@@ -341,14 +342,20 @@ def check_tokenizer(place: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
-def _init_embedding(model: Calm) -> None:
-    """Start the token embedding from the autoencoder's, in its first dimensions."""
-    tokens, embedding = model.chunk_embedding.tokens, model.autoencoder.embedding.weight
-    if tokens is None or tokens.embedding_dim < embedding.shape[1]:
+def _wide_embedding(model: Calm) -> Any:
+    """The token embedding, if its first dimensions can start from the autoencoder's."""
+    tokens, size = model.chunk_embedding.tokens, model.autoencoder.embedding.embedding_dim
+    if tokens is None or tokens.embedding_dim < size:
         raise ConfigError(
             "language_model.init_embedding_from_autoencoder needs a token embedding of at least the autoencoder's "
-            f"{embedding.shape[1]} dimensions; use a wider backbone or leave it out"
+            f"{size} dimensions; use a wider backbone or leave it out"
         )
+    return tokens
+
+
+def _init_embedding(model: Calm) -> None:
+    """Start a new token embedding, which may be sharded, from the autoencoder's, in its first dimensions."""
+    tokens, embedding = _wide_embedding(model), model.autoencoder.embedding.weight
     weight = torch.empty(tokens.weight.shape, device="cpu")
     weight.normal_(std=getattr(model.config.backbone_config, "initializer_range", 0.02))
     weight[:, : embedding.shape[1]] = embedding.cpu()
