@@ -115,9 +115,9 @@ def test_fields_of_other_heads_are_dropped():
     [
         (
             ["head=enrgy"],
-            ["head must be one of energy, flow, mean-flow, diffusion, chain, not 'enrgy'", "mean energy?"],
+            ["head must be one of energy, flow, mean-flow, diffusion, chain, probit, not 'enrgy'", "mean energy?"],
         ),
-        (["head=gan"], ["head must be one of energy, flow, mean-flow, diffusion, chain, not 'gan'"]),
+        (["head=gan"], ["head must be one of energy, flow, mean-flow, diffusion, chain, probit, not 'gan'"]),
         (["head=[energy]"], ["head must be one of energy", "not ['energy']"]),
         (["head=null"], ["head must be one of energy", "not None"]),
         (["hed=flow"], ["unknown key hed; did you mean head?"]),

@@ -76,8 +76,8 @@ class LanguageModel(Section):
     vocabulary_sample: int | None = Field(
         None,
         ge=1,
-        description="for heads with token probabilities: estimate the training loss from the batch's tokens and this "
-        "many random ones, which stand for the rest; null: use all",
+        description="for heads whose training loss sums over the vocabulary: estimate it from the batch's tokens and "
+        "this many random ones, which stand for the rest; null: use all",
     )
 
     @model_validator(mode="before")

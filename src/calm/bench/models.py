@@ -96,7 +96,7 @@ def _inputs(config: RunConfig, model: Any, ids: Tensor) -> dict[str, Any]:
     size = 1 if config.stage == "transformer" else config.data.chunk_size
     inputs: dict[str, Any] = {"chunks": ids.unflatten(1, (-1, size))}
     settings = config.autoencoder if config.stage == "autoencoder" else config.language_model
-    if settings.vocabulary_sample is None or not getattr(getattr(model, "head", None), "exact_likelihood", True):
+    if settings.vocabulary_sample is None or not getattr(getattr(model, "head", None), "vocabulary_loss", True):
         return inputs
     subset = sampled_subset(ids.numpy(), settings.vocabulary_sample, model.config.vocab_size, 0, 0)
     if config.stage == "autoencoder":

@@ -6,6 +6,7 @@ from calm.heads.diffusion import DiffusionHead
 from calm.heads.energy import EnergyHead
 from calm.heads.flow import FlowHead
 from calm.heads.mean_flow import MeanFlowHead
+from calm.heads.probit import ProbitHead
 
 HEADS: dict[str, type[Head]] = {
     "energy": EnergyHead,
@@ -13,6 +14,7 @@ HEADS: dict[str, type[Head]] = {
     "mean-flow": MeanFlowHead,
     "diffusion": DiffusionHead,
     "chain": ChainHead,
+    "probit": ProbitHead,
 }
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "HeadCost",
     "LatentProposals",
     "MeanFlowHead",
+    "ProbitHead",
     "Proposals",
     "VectorHead",
 ]

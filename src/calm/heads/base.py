@@ -5,6 +5,7 @@ draws latent vectors, of `VectorHead`) and one line in `HEADS`.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -103,6 +104,7 @@ class Head(nn.Module, ABC):
 
     Config: ClassVar[type[HeadConfig]] = HeadConfig
     exact_likelihood: ClassVar[bool]  # whether it has token probabilities of its own
+    vocabulary_loss: ClassVar[bool] = False  # whether its training loss sums over the vocabulary
     methods: ClassVar[tuple[str, ...]]  # sampling methods that it supports
     unavailable: ClassVar[str] = ""  # why it does not support the others
     fsdp_methods = ("loss", "propose", "cross_entropy")  # called from outside: they gather its parameters under FSDP
@@ -217,15 +219,11 @@ class VectorHead(Head):
 
     def cross_entropy(self, hidden: Tensor, chunks: Tensor, num_latents: int, noise: RowNoise) -> Tensor:
         """An upper bound: the mixture of the decoder's softmaxes over `num_latents` samples."""
-        embedding = self.autoencoder.embedding.weight
-        at_once = max(1, LATENT_ELEMENTS // (chunks[0].numel() * embedding.shape[1]))
-        losses = []
-        for first in range(0, num_latents, at_once):
-            latents = self.propose(hidden, min(at_once, num_latents - first), noise).latents()  # (n, B, L, Z)
-            states = self.autoencoder.decoder(latents).flatten(0, -2)  # (n·B·L·K, d)
-            targets = chunks.expand(len(latents), *chunks.shape)
-            losses.append(token_losses(states, embedding, targets.flatten())[1].view(targets.shape))
-        return mixture_cross_entropy(torch.cat(losses))
+
+        def draw(count: int) -> Tensor:
+            return self.autoencoder.decoder(self.propose(hidden, count, noise).latents())
+
+        return mixture_bound(draw, self.autoencoder.embedding.weight, chunks, num_latents)
 
     @abstractmethod
     def sample_flops(self) -> tuple[float, float, float]:
@@ -276,6 +274,19 @@ class LatentProposals(Proposals):
         position = prefix.shape[-1]
         states = self.autoencoder.decoder.token_states(self._states, position, position + 1)[..., 0, :]
         return self.autoencoder.logits(states).float().log_softmax(-1)
+
+
+def mixture_bound(draw: Callable[[int], Tensor], vocabulary: Tensor, chunks: Tensor, num_latents: int) -> Tensor:
+    """Cross-entropy per token of chunks (B, L, K) under the mean of the softmaxes of some draws: an upper bound.
+
+    `draw(n)` returns the token states of n draws (n, B, L, K, d).
+    """
+    at_once, losses = max(1, LATENT_ELEMENTS // (chunks[0].numel() * vocabulary.shape[1])), []
+    for first in range(0, num_latents, at_once):
+        states = draw(min(at_once, num_latents - first))
+        targets = chunks.expand(len(states), *chunks.shape)
+        losses.append(token_losses(states.flatten(0, -2), vocabulary, targets.flatten())[1].view(targets.shape))
+    return mixture_cross_entropy(torch.cat(losses))
 
 
 def check_finite(proposals: Proposals) -> Proposals:

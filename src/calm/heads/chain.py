@@ -51,6 +51,7 @@ class ChainHead(Head):
 
     Config = ChainConfig
     exact_likelihood = True
+    vocabulary_loss = True
     methods = ("token", "batch", "exact", "mixture")
     unavailable = "the chain head has no noise to scale"
 
@@ -97,10 +98,12 @@ class ChainHead(Head):
         Returns:
             (..., n + 1 - first, d)
         """
-        last = prefix.shape[-1] + 1
-        states = self.hidden(hidden, first, last)
+        return self.states_after(hidden, self.vocabulary[prefix], first)
+
+    def states_after(self, hidden: Tensor, vectors: Tensor, first: int = 0) -> Tensor:
+        """The same, given the vectors of the first n tokens (..., n, d)."""
+        states = self.hidden(hidden, first, vectors.shape[-2] + 1)
         if self.before is not None:
-            vectors = self.vocabulary[prefix]
             window = F.pad(vectors, (0, 0, self.distances, 0)).unfold(-2, self.distances, 1)  # (..., n + 1, d, K - 1)
             states = states + self.before(window[..., first:, :, :].flatten(-2))
         return self.norm(self.layers(states))
@@ -139,7 +142,7 @@ class ChainHead(Head):
 
     def cost(self, subset_share: float = 1.0) -> HeadCost:
         once = matmul_flops(self.hidden)
-        tokens = self.chunk_size * (matmul_flops(self) - once)
+        tokens = self.chunk_size * matmul_flops(*(part for part in (self.before, self.layers) if part is not None))
         projection = 2.0 * self.chunk_size * self.vocabulary.numel()
         lm_head = count_parameters(self.lm_head) if self.lm_head is not None else 0
         passes = FORWARD_AND_BACKWARD if lm_head else 2  # a frozen vocabulary has no gradient

@@ -28,6 +28,7 @@ class SoftmaxHead(Head):
     """
 
     exact_likelihood = True
+    vocabulary_loss = True
     methods = ("mixture",)
     unavailable = "it has token probabilities, and a temperature needs no candidates"
     lm_head: nn.Linear

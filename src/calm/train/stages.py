@@ -179,7 +179,7 @@ class LanguageModelStage(Stage):
         check_positions(model.config.backbone_config, data.sequence_length // data.chunk_size, "chunks")
         model.config.eos_token_id, model.config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         model.config.front_padding |= data.front_padding > 0
-        if model.head.exact_likelihood:
+        if model.head.vocabulary_loss:
             self.vocabulary_sample = settings.vocabulary_sample
         return model
 
