@@ -60,9 +60,10 @@ def shapes(model: torch.nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "fields",
     [
-        *({"head": head} for head in ("energy", "flow", "mean-flow", "diffusion", "chain")),
+        *({"head": head} for head in ("energy", "flow", "mean-flow", "diffusion", "chain", "probit")),
         *({"model_input": kind} for kind in ("continuous", "both")),
         {"head": "chain", "untied_lm_head": True},
+        {"head": "probit", "untied_lm_head": True},
         {"front_padding": False},
         {"backbone": BACKBONE | {"num_key_value_heads": 1, "head_dim": 12, "attention_bias": True, "mlp_bias": True}},
         {"backbone": BACKBONE | {"rms_norm_eps": 0.1, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}},

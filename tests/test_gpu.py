@@ -193,7 +193,7 @@ def test_prompts_are_read_without_a_mask():
 # --------------------------------------------------------------------------------------------------------- evaluation
 
 
-@pytest.mark.parametrize("head", ["energy", "chain", "transformer"])
+@pytest.mark.parametrize("head", ["energy", "chain", "probit", "transformer"])
 def test_brier_lm(head):
     """The same estimates as on a CPU."""
     model = build_transformer() if head == "transformer" else build_model(2, head=head)

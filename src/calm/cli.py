@@ -336,14 +336,14 @@ def generate(
         typer.Option(
             min=1,
             help="Candidates per chunk. Default: 200, or 64 for mixture (1 with a chain head). For exact: the maximum "
-            "number of draws, 100,000 by default. At temperature 1 only mixture uses it.",
+            "number of draws, 100,000 by default. Not used by noise, and at temperature 1 only by mixture.",
         ),
     ] = None,
     method: Annotated[
         Method | None,
         typer.Option(
-            help="How to select a chunk from the candidates (see docs/sampling.md). Default: token, or mixture for "
-            "models with a chain head."
+            help="How to select a chunk from the candidates (see docs/sampling.md). Default: token; mixture for models "
+            "with a chain head, noise for models with a probit head."
         ),
     ] = None,
     tolerance: Annotated[

@@ -60,7 +60,9 @@ def uses_onednn(request, monkeypatch) -> bool:
     return request.param
 
 
-@pytest.mark.parametrize("recipe", ["laptop-calm", "quickstart-calm", "laptop-transformer", "laptop-autoencoder"])
+@pytest.mark.parametrize(
+    "recipe", ["laptop-calm", "laptop-chain", "laptop-probit", "laptop-transformer", "laptop-autoencoder"]
+)
 def test_flops_of_a_step_match_the_flop_counter(recipe, uses_onednn):
     step = Training(config_of(recipe, "laptop", *TINY), 64)
     step.step()
@@ -77,7 +79,7 @@ def test_flops_of_a_step_match_the_flop_counter(recipe, uses_onednn):
 
 
 def test_training_step_reduces_the_loss():
-    step = Training(config_of("quickstart-calm", "laptop", *TINY), 64)
+    step = Training(config_of("laptop-chain", "laptop", *TINY), 64)
     for group in step.optimizer.param_groups:
         group["lr"] = 1e-2
     before = step.loss().item()
@@ -97,7 +99,7 @@ def test_training_rows(monkeypatch):
 
 def test_weights_read_by_a_step():
     """The output embedding is read once per chunk, by a chain head once per token."""
-    for recipe, times in (("laptop-calm", 1), ("quickstart-calm", 4)):
+    for recipe, times in (("laptop-calm", 1), ("laptop-chain", 4)):
         model = model_of(config_of(recipe, "laptop", *TINY), 64)
         parts = [model.backbone, model.head, model.chunk_embedding.compress]
         parts += [model.autoencoder.decoder] if times == 1 else []

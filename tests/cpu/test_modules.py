@@ -174,7 +174,7 @@ BACKBONE = {
     "initializer_range": 0.3,
 }
 AUTOENCODER = {"vocab_size": 40, "chunk_size": 2, "latent_size": 4, "hidden_size": 8, "intermediate_size": 16}
-KINDS = ["transformer", "tied transformer", "energy", "chain", "diffusion"]
+KINDS = ["transformer", "tied transformer", "energy", "chain", "probit", "diffusion"]
 
 
 def make_model(kind: str) -> Any:
@@ -198,7 +198,7 @@ def run(model: Any) -> list[torch.Tensor]:
         proposals = model.head.propose(states, 2, torch.Generator().manual_seed(0))
         if isinstance(model, Transformer):
             results += [model.lm_head(states), proposals.log_probs(chunks[:0]), proposals.tokens()]
-        elif model.config.head == "chain":
+        elif model.config.head in ("chain", "probit"):
             results += [proposals.tokens()]
         else:
             results += [proposals.latents(), model.autoencoder.decode(proposals.latents()), proposals.tokens()]

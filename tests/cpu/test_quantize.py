@@ -34,7 +34,7 @@ BACKBONE = {
     "max_position_embeddings": 64,
 }
 AUTOENCODER = {"vocab_size": 40, "chunk_size": 2, "latent_size": 4, "hidden_size": 8, "intermediate_size": 16}
-KINDS = ["transformer", "other transformer", "energy", "chain", "diffusion", "flow", "mean-flow"]
+KINDS = ["transformer", "other transformer", "energy", "chain", "probit", "diffusion", "flow", "mean-flow"]
 
 
 def make_model(kind: str) -> Any:

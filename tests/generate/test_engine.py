@@ -93,7 +93,7 @@ def test_batched_generation_equals_generation_without_batch_and_cache(chunk_size
     ("head", "options"),
     [
         pytest.param(head, options, id=f"{head}-{name}")
-        for head in ("energy", "chain")
+        for head in ("energy", "chain", "probit")
         for name, options in METHODS.items()
         if (head, name) != ("chain", "noise")
     ],
@@ -106,9 +106,9 @@ def test_output_does_not_depend_on_the_batch(head, options):
     assert generate(model, prompts, seeds, 6, eos_token_id=-1, **options) == batched
 
 
-@pytest.mark.parametrize("kind", ["energy", "chain", "transformer", "gpt2"])
+@pytest.mark.parametrize("kind", ["energy", "chain", "probit", "transformer", "gpt2"])
 def test_output_does_not_depend_on_sequences_that_are_added_and_removed(kind):
-    if kind in ("energy", "chain"):
+    if kind in ("energy", "chain", "probit"):
         model, all_params = build_model(2, head=kind), CALM_PARAMS
     else:
         model, all_params = build_transformer() if kind == "transformer" else build_gpt2(), TRANSFORMER_PARAMS

@@ -29,7 +29,7 @@ def test_every_shipped_recipe_has_a_cost():
             assert cost_of(name, load_config(name), vocabulary=1000).train_flops > 0
 
 
-@pytest.mark.parametrize("head", ["energy", "flow", "mean-flow", "diffusion", "chain"])
+@pytest.mark.parametrize("head", ["energy", "flow", "mean-flow", "diffusion", "chain", "probit"])
 def test_inference_flops_match_those_counted_by_torch(head):
     settings = ["language_model.backbone.hidden_size=64", "language_model.num_sampling_steps=3"]
     settings += [f"language_model.head={head}", "language_model.backbone.intermediate_size=96"]
@@ -50,7 +50,7 @@ def test_inference_flops_match_those_counted_by_torch(head):
     assert cost.inference_flops_per_token_with_candidates == pytest.approx(counted, rel=0.03)
 
 
-@pytest.mark.parametrize(("head", "untied"), [("energy", False), ("chain", False), ("chain", True)])
+@pytest.mark.parametrize(("head", "untied"), [("energy", False), ("chain", False), ("chain", True), ("probit", True)])
 def test_training_flops_match_those_counted_by_torch(head, untied):
     config = load_config("toy-calm", [f"language_model.head={head}", f"language_model.untied_lm_head={untied}"])
     length, size = config.data.sequence_length // 4, 4

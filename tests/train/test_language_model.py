@@ -28,7 +28,7 @@ def settings(recipe, *more):
     return load_config(str(recipe), list(more))
 
 
-@pytest.mark.parametrize("head", ["energy", "flow", "mean-flow", "diffusion", "chain"])
+@pytest.mark.parametrize("head", ["energy", "flow", "mean-flow", "diffusion", "chain", "probit"])
 def test_every_head_learns(language_model, autoencoder, tmp_path, head):
     more = [
         f"language_model.head={head}",
@@ -238,7 +238,7 @@ def test_errors_are_raised_before_anything_is_written(language_model, transforme
     for change, message in (
         (
             "language_model.head=enrgy",
-            "head must be one of energy, flow, mean-flow, diffusion, chain, not 'enrgy'; did you mean energy",
+            "head must be one of energy, flow, mean-flow, diffusion, chain, probit, not 'enrgy'; did you mean energy",
         ),
         ("language_model.alpha=2.5", "not a proper scoring rule for alpha = 2.5"),
         ("language_model.num_model_samples=1", "at least 2, not 1"),

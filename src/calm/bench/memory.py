@@ -17,7 +17,7 @@ from calm.paper.cost import cost_of
 from calm.train.loop import train
 
 RECIPES = {  # the first recipe of each size trains the autoencoder of the others
-    "laptop": ("laptop-autoencoder", "laptop-calm", "quickstart-calm", "laptop-transformer"),
+    "laptop": ("laptop-autoencoder", "laptop-calm", "laptop-chain", "laptop-transformer"),
     "paper": ("paper-autoencoder-k4", "paper-calm-m", "paper-transformer-s"),
 }
 OVERRIDES = {  # short runs that a CPU can train on the embedded text

@@ -17,7 +17,7 @@ SIZES = ("laptop", "paper")
 VOCABULARIES = {"laptop": 4096, "paper": PAPER_VOCABULARY}
 SHORT = {"paper": ("data.batch_size=1", "data.sequence_length=2048")}  # a batch that fits a CPU
 RECIPES = {  # energy head, chain head, and the Transformer baseline
-    "laptop": {"energy": "laptop-calm", "chain": "quickstart-calm", "Transformer": "laptop-transformer"},
+    "laptop": {"energy": "laptop-calm", "chain": "laptop-chain", "Transformer": "laptop-transformer"},
     "paper": {"energy": "paper-calm-m", "Transformer": "paper-transformer-s"},
 }
 SETTINGS = ("train.precision=fp32", "train.gradient_checkpointing=false", "language_model.num_target_samples=null")

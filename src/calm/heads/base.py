@@ -36,7 +36,7 @@ class HeadCost(NamedTuple):
     parameters: dict[str, int]
     training: dict[str, float]  # forward and backward
     generation: dict[str, float]  # one chunk at temperature 1
-    candidate: dict[str, float]  # each further candidate at a lower temperature; empty if there are none
+    candidate: dict[str, float]  # each further candidate at a lower temperature; empty if it needs none
 
 
 class Proposals(ABC):

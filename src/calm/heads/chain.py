@@ -98,11 +98,10 @@ class ChainHead(Head):
         Returns:
             (..., n + 1 - first, d)
         """
-        return self.states_after(hidden, self.vocabulary[prefix], first)
+        return self.states_after(self.hidden(hidden, first, prefix.shape[-1] + 1), self.vocabulary[prefix], first)
 
-    def states_after(self, hidden: Tensor, vectors: Tensor, first: int = 0) -> Tensor:
-        """The same, given the vectors of the first n tokens (..., n, d)."""
-        states = self.hidden(hidden, first, vectors.shape[-2] + 1)
+    def states_after(self, states: Tensor, vectors: Tensor, first: int = 0) -> Tensor:
+        """The same, given what `self.hidden` adds to them (..., n + 1 - first, d), and vectors (..., n, d)."""
         if self.before is not None:
             window = F.pad(vectors, (0, 0, self.distances, 0)).unfold(-2, self.distances, 1)  # (..., n + 1, d, K - 1)
             states = states + self.before(window[..., first:, :, :].flatten(-2))

@@ -14,7 +14,6 @@ from the states as from the tokens (the KL divergence of the two softmaxes).
 """
 
 import math
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any, cast
 
@@ -100,13 +99,15 @@ class ProbitHead(ChainHead):
 
     def sample(self, hidden: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Vectors for hidden states (..., H) and noise (N, ..., K, d): means and states, each (N, ..., K, d)."""
-        hidden = hidden.expand(*noise.shape[:-2], -1)
-        read, means, states = noise.new_empty(*noise.shape[:-2], 0, self.token_size), [], []
+        shared = self.hidden(hidden)[None]  # (1, ..., K, d): the same for all samples
+        noise = (noise @ self.noise_factor).to(shared.dtype)
+        read, means, states = shared[..., :0, :], [], []
         for k in range(self.chunk_size):
-            means.append(self.states_after(hidden, read.to(hidden.dtype), k)[..., 0, :])
-            states.append(means[-1] + (noise[..., k, :] @ self.noise_factor).to(hidden.dtype))
+            means.append(self.states_after(shared[..., k : k + 1, :], read, k)[..., 0, :].expand_as(noise[..., k, :]))
+            states.append(means[-1] + noise[..., k, :])
             if k + 1 < self.chunk_size:
-                read = torch.cat([read, self.read(states[-1].detach())[..., None, :]], dim=-2)
+                vector = self.read(states[-1].detach())[..., None, :]
+                read = torch.cat([read, vector], dim=-2) if k else vector
         return torch.stack(means, dim=-2), torch.stack(states, dim=-2)
 
     def tokens_of(self, states: Tensor) -> Tensor:
@@ -140,40 +141,47 @@ class ProbitHead(ChainHead):
         means, states = (part[0] for part in self.sample(hidden, self.draw_noise(hidden, 1, noise)))
         with torch.no_grad():
             known = self.states(hidden, self.tokens_of(states[..., :-1, :]), 1)  # (..., K - 1, d)
-        matrix, importance = self.vocabulary.detach(), None
-        if vocabulary is not None:
-            matrix, importance = matrix[vocabulary.ids], vocabulary.weights.log()
+        subset = vocabulary or VocabularySubset(torch.arange(self.vocab_size, device=hidden.device), torch.ones(()))
+        matrix, importance = self.vocabulary.detach()[subset.ids], subset.weights.log()
         target, found = (
-            logits.float().log_softmax(-1) if importance is None else (logits.float() + importance).log_softmax(-1)
-            for logits in (self.project(known, matrix), self.project(means[..., 1:, :], matrix))
+            (self.project(part.flatten(0, -2), matrix).float() + importance).log_softmax(-1)  # (n, S)
+            for part in (known, means[..., 1:, :])
         )
-        return F.kl_div(found, target, reduction="none", log_target=True).sum(-1).mean(-1)
+        losses = F.kl_div(found, target, reduction="none", log_target=True).sum(-1)
+        return losses.view(known.shape[:-1]).mean(-1)
 
     def propose(self, hidden: Tensor, num_samples: int, noise: Source = None) -> "ProbitProposals":  # pyright: ignore[reportIncompatibleMethodOverride]
         return ProbitProposals(self, *self.sample(hidden, self.draw_noise(hidden, num_samples, noise)))
 
     def cross_entropy(self, hidden: Tensor, chunks: Tensor, num_latents: int, noise: RowNoise) -> Tensor:
         """An upper bound: the mixture of the softmaxes of `num_latents` draws."""
-        draw: Callable[[int], Tensor] = lambda count: self.sample(hidden, self.draw_noise(hidden, count, noise))[0]  # noqa: E731
+
+        def draw(count: int) -> Tensor:
+            return self.sample(hidden, self.draw_noise(hidden, count, noise))[0]
+
         return mixture_bound(draw, self.vocabulary, chunks, num_latents)
 
     def default_method(self, sharpened: bool) -> str:
         return "noise" if sharpened else "token"
 
     def cost(self, subset_share: float = 1.0) -> HeadCost:
-        chain, read = super().cost(subset_share), (self.chunk_size - 1) * matmul_flops(self.read)
-        token, projection = chain.generation["head"], chain.generation["vocabulary projection"]
+        chain = super().cost(subset_share)
+        once, projection = chain.generation["head"], chain.generation["vocabulary projection"]
+        read = (self.chunk_size - 1) * matmul_flops(self.read)
+        noise = 2.0 * self.chunk_size * self.noise_factor.numel()
+        layers = once - matmul_flops(self.hidden)
         share = 1 / self.read_stride if self.read_weight and self.distances else 0.0
         # On samples: the states twice, once with a gradient; their tokens; two softmaxes, one with a gradient.
         training = {
-            "head": chain.training["head"] + share * (4 * token + FORWARD_AND_BACKWARD * read),
+            "head": chain.training["head"] + share * (4 * once + FORWARD_AND_BACKWARD * read + noise),
             "vocabulary projection": chain.training["vocabulary projection"]
             + share * projection * (1 + 3 * subset_share),
         }
-        generation = {**chain.generation, "head": token + read}
-        candidate = {**generation, "head": token - matmul_flops(self.hidden) + read}
-        parameters = {**chain.parameters, "head": chain.parameters["head"]}
-        return HeadCost(parameters, training, generation, candidate)
+        return chain._replace(
+            training=training,
+            generation={**chain.generation, "head": once + read + noise},
+            candidate={**chain.generation, "head": layers * (1 - 1 / self.chunk_size) + read + noise},
+        )
 
     def activation_size(self) -> float:
         read = self.chunk_size * (4 * READ_WIDTH + (16 * len(self.layers) + 8) * self.token_size)

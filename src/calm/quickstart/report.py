@@ -40,8 +40,9 @@ def make_report(results: dict[str, Any], output: Path) -> str:
     body = f"""<h1>calm quickstart</h1>
 <p class="note">{escape(text)} · {plan["minutes"]:g} minutes planned · seed {plan["seed"]}</p>
 <p>The autoencoder maps 4 tokens to one vector and back. The CALM language model predicts the next chunk of 4 tokens
-in one backbone step; its chain head uses the token embeddings of the autoencoder. The baseline, a standard Transformer
-with the same backbone, predicts the next token. The chain head predicts tokens by softmax: it is not likelihood-free.
+in one backbone step; its probit head draws the chunk as one vector, in one pass from noise to the states that decode to
+its tokens. Sampling is likelihood-free; training uses the cross-entropy of tokens. The baseline, a standard Transformer
+with the same backbone, predicts the next token by softmax.
 Training took {minutes["calm"]:.1f} minutes for CALM and {minutes["transformer"]:.1f} for the Transformer,
 excluding evaluations and the {steps:,} steps of the autoencoder. The plan gives both the same time; other programs on
 the machine can change that. Brier-1 on test text is {first[0]:.2f} for CALM and {first[1]:.2f} for the Transformer.</p>
