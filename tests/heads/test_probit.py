@@ -40,6 +40,18 @@ def test_noise_changes_logits_alike():
     assert variances.max() < 4 * 1.5**2  # with the same noise in all directions it is 20 times the mean
 
 
+def test_noise_follows_token_vectors_that_are_trained():
+    head = make_head(untied_lm_head=True)
+    hidden, chunks = torch.randn(2, 3, HIDDEN), torch.randint(V, (2, 3, K))
+    before = head.noise_factor.clone()
+    with torch.no_grad():
+        head.lm_head.weight.mul_(2)  # pyright: ignore[reportOptionalMemberAccess]
+    head.eval().loss(hidden, chunks, noise=RowNoise([0, 1]))
+    assert torch.equal(head.noise_factor, before)
+    head.train().loss(hidden, chunks, noise=RowNoise([0, 1]))
+    torch.testing.assert_close(head.noise_factor, before / 2)
+
+
 def test_the_argmax_of_noisy_logits_is_nearly_a_sample_of_the_softmax():
     generator = torch.Generator().manual_seed(0)
     vocabulary, state = (torch.randn(shape, generator=generator) for shape in ((50, 64), (64,)))

@@ -31,6 +31,7 @@ from calm.scores.vocabulary import VocabularySubset
 GUMBEL_STD = math.pi / math.sqrt(6)
 READ_WIDTH = 1024
 READ_SCALE = 0.1  # of the states, whose norm is that of sharp logits
+NOISE_ROWS = 4096  # token vectors that the noise is fitted to, at most about twice as many
 RIDGE = 1e-4  # of the vocabulary's covariance, relative to its mean variance
 
 
@@ -89,8 +90,13 @@ class ProbitHead(ChainHead):
     @torch.no_grad()
     def initialize_from(self, autoencoder: Autoencoder) -> None:
         super().initialize_from(autoencoder)
-        std = self.noise_scale * GUMBEL_STD
-        self.noise_factor.copy_(whitening_noise(autoencoder.embedding.weight.float(), std))
+        self.update_noise(autoencoder.embedding.weight)
+
+    @torch.no_grad()
+    def update_noise(self, vocabulary: Tensor) -> None:
+        """Fit the noise to token vectors (V, d), or to some of many."""
+        some = vocabulary[:: max(1, len(vocabulary) // NOISE_ROWS)]
+        self.noise_factor.copy_(whitening_noise(some.to(self.noise_factor), self.noise_scale * GUMBEL_STD))
 
     def draw_noise(self, hidden: Tensor, num_samples: int, noise: Source = None) -> Tensor:
         """Standard normal noise for hidden states (..., H): (N, ..., K, d)."""
@@ -125,6 +131,8 @@ class ProbitHead(ChainHead):
     ) -> Tensor:
         """Cross-entropy per token, and `read_weight` times the loss of reading states."""
         loss = super().loss(hidden, chunks, mask=mask, noise=noise, vocabulary=vocabulary)
+        if self.training and self.lm_head is not None:
+            self.update_noise(self.vocabulary)
         if not self.distances or not self.read_weight:
             return loss
         here = slice(None, None, self.read_stride)
@@ -231,6 +239,6 @@ def whitening_noise(vocabulary: Tensor, std: float) -> Tensor:
     size = vocabulary.shape[1]
     covariance = centered.T @ centered / len(centered)
     ridge = RIDGE * covariance.diagonal().mean() + torch.finfo(covariance.dtype).tiny
-    factor = torch.linalg.cholesky(covariance + ridge * torch.eye(size, device=covariance.device))
+    factor, _ = torch.linalg.cholesky_ex(covariance + ridge * torch.eye(size, device=covariance.device))
     inverse = torch.linalg.solve_triangular(factor, torch.eye(size, device=covariance.device), upper=False)
     return cast(Tensor, inverse) * std / math.sqrt(size)
