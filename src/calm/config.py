@@ -73,6 +73,12 @@ class LanguageModel(Section):
     init_embedding_from_autoencoder: bool = Field(False, description="start the token embedding from the autoencoder's")
     head: str = Field("energy", description="one of calm.heads.HEADS")
     num_head_layers: int | None = Field(None, ge=1, description="blocks; null: a quarter of the backbone's layers")
+    teacher: Path | None = Field(
+        None, description="directory of a language model to distill: chunks that it samples are targets, too"
+    )
+    num_teacher_samples: int = Field(8, ge=1, description="M, chunks that the teacher samples at a position")
+    teacher_stride: int = Field(4, ge=1, description="every how many positions the teacher samples")
+    teacher_weight: Share = Field(1.0, description="weight of the teacher's samples; the true chunk has the rest")
     vocabulary_sample: int | None = Field(
         None,
         ge=1,
@@ -108,7 +114,8 @@ class LanguageModel(Section):
     def _start_stands_alone(self) -> "LanguageModel":
         if self.start is not None:
             default = LanguageModel(head=self.head)  # pyright: ignore[reportCallIssue]
-            of_the_model = {*LanguageModel.model_fields, *self.head_settings} - {"start", "vocabulary_sample"}
+            of_the_training = {"start", "vocabulary_sample", *(n for n in LanguageModel.model_fields if "teacher" in n)}
+            of_the_model = {*LanguageModel.model_fields, *self.head_settings} - of_the_training
             changed = [n for n in of_the_model if getattr(self, n) != getattr(default, n)]
             if self.head != LanguageModel.model_fields["head"].default:
                 changed.append("head")

@@ -6,7 +6,7 @@ Position i predicts chunk i + 1. The head decides what "predict" means: a vector
 frozen autoencoder, the chain head scores and samples tokens.
 """
 
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import ValidationError
@@ -232,6 +232,14 @@ class LanguageModel(Protocol):
         ...
 
 
+class Teaching(NamedTuple):
+    """Chunks that a teacher samples at some positions, as targets of the head."""
+
+    samples: Tensor  # ids (M, B, P, K): after every `stride`-th chunk
+    stride: int
+    weight: float  # of their loss; that of the true chunks has the rest
+
+
 class Calm(nn.Module):
     """Continuous autoregressive language model: one backbone step per chunk of K tokens.
 
@@ -353,6 +361,7 @@ class Calm(nn.Module):
         noise: RowNoise | None = None,
         vocabulary: VocabularySubset | None = None,
         num_chunks: float | Tensor | None = None,
+        teaching: Teaching | None = None,
     ) -> dict[str, Tensor]:
         """Training loss: the head's loss for every chunk but the first, given the chunks before it.
 
@@ -363,16 +372,36 @@ class Calm(nn.Module):
             noise: one generator per row.
             vocabulary: tokens to estimate softmaxes from, for heads with token probabilities.
             num_chunks: number of chunks to average over, if the batch is computed in parts.
+            teaching: a teacher's samples as further targets.
         """
         noise = noise or RowNoise.fresh(len(chunks), chunks.device)
         counted = torch.ones(chunks.shape[:2], device=chunks.device) if targets is None else targets.float()
         counted = counted[:, 1:]
         before = None if mask is None else mask[:, :-1]
         hidden = self.hidden_states(chunks[:, :-1], before, noise=noise)
-        loss = self.head.loss(hidden, chunks[:, 1:], mask=counted, noise=noise, vocabulary=vocabulary)
+        loss = hidden.new_zeros(())
+        if teaching is None or teaching.weight < 1:
+            loss = self.head.loss(hidden, chunks[:, 1:], mask=counted, noise=noise, vocabulary=vocabulary)
+        if teaching is not None:
+            loss = torch.lerp(loss, self.teaching_loss(hidden, teaching, counted, noise, vocabulary), teaching.weight)
         if num_chunks is not None:
             loss = loss * counted.sum() / num_chunks
         return {"loss": loss}
+
+    def teaching_loss(
+        self,
+        hidden: Tensor,
+        teaching: Teaching,
+        counted: Tensor,
+        noise: RowNoise,
+        vocabulary: VocabularySubset | None = None,
+    ) -> Tensor:
+        """The head's loss for a teacher's samples, a mean over the same positions as the loss for true chunks."""
+        here = slice(None, None, teaching.stride)
+        loss = self.head.samples_loss(
+            hidden[:, here], teaching.samples, mask=counted[:, here], noise=noise, vocabulary=vocabulary
+        )
+        return loss * counted[:, here].sum() * teaching.stride / counted.sum().clamp(min=1)
 
     def config_dict(self) -> dict[str, Any]:
         """The content of config.json."""

@@ -22,6 +22,7 @@ class SeedStream(IntEnum):
     GENERATION = 8  # samples of a generated text
     LIKELIHOOD = 9  # latents of a likelihood bound
     TRADEOFF = 10  # samples of the accuracy-diversity curve
+    TEACHER = 11  # samples of the teacher in a training row
 
 
 def hash64(*values: int | np.ndarray) -> np.ndarray:

@@ -140,6 +140,19 @@ class Head(nn.Module, ABC):
             vocabulary: tokens to estimate softmaxes from, for heads with token probabilities.
         """
 
+    def samples_loss(
+        self,
+        hidden: Tensor,
+        samples: Tensor,
+        *,
+        mask: Tensor | None = None,
+        noise: Source = None,
+        vocabulary: VocabularySubset | None = None,
+    ) -> Tensor:
+        """The same for M samples of the next chunk instead of one: ids (M, B, L, K)."""
+        losses = [self.loss(hidden, chunks, mask=mask, noise=noise, vocabulary=vocabulary) for chunks in samples]
+        return torch.stack(losses).mean()
+
     @abstractmethod
     def propose(self, hidden: Tensor, num_samples: int, noise: Source = None) -> Proposals:
         """Independent draws of the next chunk for hidden states (..., H)."""

@@ -8,6 +8,7 @@ All N samples of a position share its condition: what depends on y alone is comp
 import warnings
 from typing import Any
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,8 +24,9 @@ from calm.heads.base import (
     xavier_init,
     zero_init,
 )
-from calm.noise import Source, draw_uniform
-from calm.scores.energy import check_energy, energy_loss
+from calm.noise import Source, draw_normal, draw_uniform
+from calm.scores.energy import check_energy, energy_loss, energy_loss_of_samples
+from calm.scores.vocabulary import VocabularySubset
 
 
 class EnergyBlock(nn.Module):
@@ -117,6 +119,24 @@ class EnergyHead(VectorHead):
             num_target_samples=self.num_target_samples,
             generator=generator,
         )
+        return masked_mean(losses, mask)
+
+    def samples_loss(
+        self,
+        hidden: Tensor,
+        samples: Tensor,
+        *,
+        mask: Tensor | None = None,
+        noise: Source = None,
+        vocabulary: VocabularySubset | None = None,
+    ) -> Tensor:
+        """The energy loss between the model's samples and one posterior sample of each target: M·N pairs share both."""
+        with torch.no_grad():
+            posterior = self.autoencoder.encode(samples)  # (M, B, L, Z)
+            targets = posterior.sample(
+                draw_normal(noise, hidden, len(samples), self.latent_size).to(posterior.mean.dtype)
+            )
+        losses = energy_loss_of_samples(self.sample(hidden, self.num_model_samples, noise), targets, self.alpha)
         return masked_mean(losses, mask)
 
     def sample_flops(self) -> tuple[float, float, float]:

@@ -86,6 +86,16 @@ def energy_loss(
     return fidelity - diversity
 
 
+def energy_loss_of_samples(samples: Tensor, targets: Tensor, alpha: float = 1.0) -> Tensor:
+    """The energy loss at each position against samples of the target: (N, ..., Z), (M, ..., Z) → (...)."""
+    check_energy(alpha, len(samples))
+    with torch.autocast(samples.device.type, enabled=False):
+        samples, targets = samples.float(), targets.float()
+        center = targets.mean(0)  # same distances, smaller rounding errors
+        fidelity = _distances(samples - center, targets - center, alpha).mean((-2, -1))
+        return 2 * fidelity - _diversity(samples, alpha)
+
+
 def energy_terms(
     samples: Tensor,
     posterior: "Posterior",

@@ -78,6 +78,7 @@ class Speed:
         rows = sum(len(part["chunks"]) for part in parts)
         one = {name: value[:1] if name in ROW_INPUTS else value for name, value in parts[0].items()}
         one["noise"] = parts[0]["noise"].rows([0])
+        one.pop("teaching", None)  # a teacher's samples are not counted
         with FlopCounterMode(display=False) as counter, torch.compiler.set_stance("force_eager"):
             with autocast, _without_checkpointing(model):
                 loss = model(**one)["loss"]

@@ -21,13 +21,14 @@ from calm.errors import ConfigError, DataError
 from calm.evaluate.health import evaluate_predictions, evaluate_transformer
 from calm.evaluate.reconstruction import evaluate_reconstruction
 from calm.llama import LlamaConfig, check_positions
-from calm.model import Calm, PlainCalmConfig
+from calm.model import Calm, PlainCalmConfig, Teaching
 from calm.noise import RowNoise
 from calm.scores.vocabulary import VocabularySubset
 from calm.seeds import SeedStream, permute, row_seeds
 from calm.train.data import TrainingData
 from calm.train.distributed import initialize
 from calm.train.memory import gpu_training_memory, training_memory
+from calm.train.teacher import Teacher
 from calm.transformer import Transformer
 
 
@@ -64,6 +65,10 @@ class Stage(ABC):
     @abstractmethod
     def inputs(self, tokens: Tensor, mask: Tensor) -> dict[str, Any]:
         """Arguments of the model's `forward` for rows (B, T)."""
+
+    def further_inputs(self, tokens: Tensor, seeds: list[int]) -> dict[str, Any]:
+        """Arguments that are only for training, for rows (B, T) with these seeds."""
+        return {}
 
     @abstractmethod
     def measure(self, batches: Iterable[Batch]) -> dict[str, float]:
@@ -102,6 +107,7 @@ class Stage(ABC):
             here = slice(int(rows[0]), int(rows[-1]) + 1)
             noise = RowNoise(share["seeds"][here], device)
             inputs = self.inputs(tokens[here], mask[here])
+            inputs |= self.further_inputs(tokens[here], share["seeds"][here])
             micro_batches.append({**inputs, "noise": noise, "num_chunks": count, **(vocabulary or {})})
         return micro_batches
 
@@ -181,7 +187,30 @@ class LanguageModelStage(Stage):
         model.config.front_padding |= data.front_padding > 0
         if model.head.vocabulary_loss:
             self.vocabulary_sample = settings.vocabulary_sample
+        self.teacher = None if settings.teacher is None else self._load_teacher(settings.teacher)
         return model
+
+    def _load_teacher(self, directory: Path) -> Teacher:
+        settings, data, tokenizer = self.config.language_model, self.config.data, self.data.tokenizer
+        teacher = Teacher(
+            directory,
+            data.chunk_size,
+            settings.num_teacher_samples,
+            settings.teacher_stride,
+            tokenizer.eos_token_id,
+            tokenizer.pad_token_id,
+        )
+        check_tokenizer(directory, tokenizer, teacher.model.vocab_size)
+        teacher.prepare(self.world, data.sequence_length + data.chunk_size)
+        return teacher
+
+    def further_inputs(self, tokens: Tensor, seeds: list[int]) -> dict[str, Any]:
+        if self.teacher is None:
+            return {}
+        settings = self.config.language_model
+        noise = RowNoise(row_seeds(np.array(seeds), SeedStream.TEACHER), tokens.device)
+        samples = self.teacher.draw(tokens, noise)
+        return {"teaching": Teaching(samples, settings.teacher_stride, settings.teacher_weight)}
 
     def _new_model(self, settings: LanguageModel, autoencoder: Autoencoder, tokenizer: Tokenizer) -> Calm:
         config, self.autoencoder = autoencoder.config, autoencoder
