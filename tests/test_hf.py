@@ -74,7 +74,7 @@ def test_save_and_load_with_any_backbone(kind, head, model_input, tmp_path):
         assert torch.equal(hidden, loaded.eval()(ids).last_hidden_state)
         assert torch.equal(hidden, plain.eval().hidden_states(ids.view(2, 6, 4)))
     card = (tmp_path / "README.md").read_text()
-    assert "one vector of 8 numbers for every 4 tokens" in card
+    assert "Each step of its backbone predicts the next 4 tokens." in card
     assert json.loads((tmp_path / "config.json").read_text())["head"] == head
 
 

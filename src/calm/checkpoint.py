@@ -269,7 +269,7 @@ tags: [calm, continuous-autoregressive]
 
 # A continuous autoregressive language model
 
-It predicts one vector of {config.latent_size} numbers for every {config.chunk_size} tokens.
+Each step of its backbone predicts the next {config.chunk_size} tokens.
 
 | | |
 |---|---|

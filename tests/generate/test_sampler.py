@@ -60,6 +60,9 @@ def test_default_method_depends_on_the_head():
     assert SamplingParams().resolve(chain).method == "token"  # one draw
     assert SamplingParams(top_p=0.9).resolve(chain).method == SamplingParams(1.5).resolve(chain).method == "mixture"
     assert SamplingParams().resolve(softmax).method == "mixture"
+    probit = build_model(2, head="probit").head
+    assert SamplingParams(0.5).resolve(probit).method == "noise"
+    assert SamplingParams(0.5, top_k=3).resolve(probit).method == "mixture"
 
 
 def test_unsupported_params_are_refused():

@@ -1,6 +1,7 @@
 """The head contract: every head fulfils it, and a new head, defined below, needs nothing else to be used everywhere."""
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -411,8 +412,8 @@ def test_cross_entropy_is_that_of_the_mixture_of_draws(head):
 
 def test_sampling_methods(head):
     assert set(head.methods) <= set(get_args(Method))
-    for sharpened in (False, True):
-        assert head.default_method(sharpened) in head.methods
+    for tempered, truncated in product((False, True), repeat=2):
+        assert head.default_method(tempered, truncated) in head.methods
     for method in get_args(Method):
         if method in head.methods:
             assert SamplingParams(0.5, method=method).resolve(head).method == method

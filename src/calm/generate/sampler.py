@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -83,7 +83,8 @@ class SamplingParams:
 
     def resolve(self, head: Head) -> "SamplingParams":
         """With the method that suits a head, if none was named; what it does not support is refused."""
-        method: Method = self.method or head.default_method(sharpened=self.processor != LogitsProcessor())  # pyright: ignore[reportAssignmentType]
+        truncated = any(value is not None for value in (self.top_k, self.top_p, self.min_p))
+        method: Any = self.method or head.default_method(self.temperature != 1, truncated)
         if method not in head.methods:
             raise ConfigError(
                 f"the method {method!r} is not available for this model: {head.unavailable}; "

@@ -161,8 +161,8 @@ class Head(nn.Module, ABC):
     def cross_entropy(self, hidden: Tensor, chunks: Tensor, num_latents: int, noise: RowNoise) -> Tensor:
         """Nats per token of chunks (B, L, K) given hidden states (B, L, H); a bound, unless `exact_likelihood`."""
 
-    def default_method(self, sharpened: bool) -> str:
-        """The method when the user names none. `sharpened`: the temperature is not 1, or top_k, top_p, or min_p set."""
+    def default_method(self, tempered: bool, truncated: bool) -> str:
+        """The method when the user names none; whether the temperature is not 1, and whether there is a top_k, …"""
         return "token"
 
     def initialize_from(self, autoencoder: Autoencoder) -> None:

@@ -136,8 +136,8 @@ class ChainHead(Head):
         states = self.states(hidden, chunks[..., :-1]).flatten(0, -2)
         return token_losses(states, self.vocabulary, chunks.flatten())[1].view(chunks.shape)
 
-    def default_method(self, sharpened: bool) -> str:
-        return "mixture" if sharpened else "token"
+    def default_method(self, tempered: bool, truncated: bool) -> str:
+        return "mixture" if tempered or truncated else "token"
 
     def cost(self, subset_share: float = 1.0) -> HeadCost:
         once = matmul_flops(self.hidden)

@@ -169,8 +169,8 @@ class ProbitHead(ChainHead):
 
         return mixture_bound(draw, self.vocabulary, chunks, num_latents)
 
-    def default_method(self, sharpened: bool) -> str:
-        return "noise" if sharpened else "token"
+    def default_method(self, tempered: bool, truncated: bool) -> str:
+        return "mixture" if truncated else "noise" if tempered else "token"
 
     def cost(self, subset_share: float = 1.0) -> HeadCost:
         chain = super().cost(subset_share)

@@ -66,7 +66,7 @@ class SoftmaxHead(Head):
         states = hidden.flatten(0, -2)
         return token_losses(states, self.lm_head.weight, chunks.flatten())[1].view(chunks.shape)
 
-    def default_method(self, sharpened: bool) -> str:
+    def default_method(self, tempered: bool, truncated: bool) -> str:
         return "mixture"
 
     def cost(self, subset_share: float = 1.0) -> HeadCost:
