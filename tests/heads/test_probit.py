@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from calm.autoencoder import Autoencoder, AutoencoderConfig
+from calm.heads.chain import ChainHead
 from calm.heads.probit import GUMBEL_STD, ProbitHead, whitening_noise
 from calm.noise import RowNoise, ScaledNoise
 
@@ -18,9 +19,10 @@ def make_head(**fields: Any) -> ProbitHead:
     torch.manual_seed(0)
     sizes = {"latent_size": 4, "hidden_size": SIZE, "intermediate_size": 8, "vocab_size": V, "chunk_size": K}
     autoencoder = Autoencoder(AutoencoderConfig(**sizes, initializer_range=1.0)).requires_grad_(False)
-    settings = {"untied_lm_head": False, "noise_scale": 1.25, "read_stride": 1, "read_weight": 1.0} | fields
+    settings = {"untied_lm_head": False, "noise_scale": 1.25, "num_read_tokens": V} | fields
     config = SimpleNamespace(hidden_size=HIDDEN, chunk_size=K, vocab_size=V, num_head_layers=1, **settings)
     head = ProbitHead(config, autoencoder)
+    head.config = config  # pyright: ignore[reportAttributeAccessIssue]
     head.reset_parameters()
     head.initialize_from(autoencoder)
     return head
@@ -40,16 +42,13 @@ def test_noise_changes_logits_alike():
     assert variances.max() < 4 * 1.5**2  # with the same noise in all directions it is 20 times the mean
 
 
+@torch.no_grad()
 def test_noise_follows_token_vectors_that_are_trained():
     head = make_head(untied_lm_head=True)
-    hidden, chunks = torch.randn(2, 3, HIDDEN), torch.randint(V, (2, 3, K))
-    before = head.noise_factor.clone()
-    with torch.no_grad():
-        head.lm_head.weight.mul_(2)  # pyright: ignore[reportOptionalMemberAccess]
-    head.eval().loss(hidden, chunks, noise=RowNoise([0, 1]))
-    assert torch.equal(head.noise_factor, before)
-    head.train().loss(hidden, chunks, noise=RowNoise([0, 1]))
-    torch.testing.assert_close(head.noise_factor, before / 2)
+    before = head.noise_factor()
+    assert head.noise_factor() is before
+    head.lm_head.weight.mul_(2)  # pyright: ignore[reportOptionalMemberAccess]
+    torch.testing.assert_close(head.noise_factor(), before / 2)
 
 
 def test_the_argmax_of_noisy_logits_is_nearly_a_sample_of_the_softmax():
@@ -68,30 +67,25 @@ def test_the_argmax_of_noisy_logits_is_nearly_a_sample_of_the_softmax():
 
 
 @torch.no_grad()
-def test_states_that_are_read_as_their_tokens_lose_nothing():
+def test_states_are_read_as_the_tokens_that_they_decode_to():
+    """Attention over all tokens, or over the first of them."""
     head = make_head()
-    hidden = torch.randn(2, 5, HIDDEN)
-    assert head.read_loss(hidden, RowNoise([0, 1])).mean() > 1e-3
-
-    class Lookup(nn.Module):
-        def forward(self, states: Tensor) -> Tensor:
-            return head.vocabulary[head.tokens_of(states)]
-
-    head.read = Lookup()  # pyright: ignore[reportAttributeAccessIssue]
-    torch.testing.assert_close(head.read_loss(hidden, RowNoise([0, 1])), torch.zeros(2, 5), rtol=0, atol=1e-5)
+    states = 8 * head.vocabulary / head.vocabulary.norm(dim=-1, keepdim=True) ** 2 + 0.01 * torch.randn(V, SIZE)
+    torch.testing.assert_close(head.read(states), head.vocabulary[head.tokens_of(states)], rtol=0, atol=0.05)
+    head.num_read_tokens = 5
+    assert not torch.allclose(head.read(states)[5:], head.vocabulary[5:], rtol=0, atol=0.5)
+    torch.testing.assert_close(head.read(states[:5]), head.vocabulary[:5], rtol=0, atol=0.05)
 
 
-@pytest.mark.parametrize("stride", [1, 3])
-def test_the_loss_of_a_batch_is_the_mean_of_its_parts(stride):
-    """Weighted by their positions, whatever is padding: the number of processes changes nothing."""
-    head = make_head(read_stride=stride)
-    hidden, chunks = torch.randn(2, 6, HIDDEN), torch.randint(V, (2, 6, K))
-    mask = torch.tensor([[1.0] * 6, [1, 1, 1, 1, 0, 0]])
-    whole = head.loss(hidden, chunks, mask=mask, noise=RowNoise([0, 1]))
-    parts = [
-        head.loss(hidden[i : i + 1], chunks[i : i + 1], mask=mask[i : i + 1], noise=RowNoise([i])) for i in range(2)
-    ]
-    torch.testing.assert_close(whole, (6 * parts[0] + 4 * parts[1]) / 10)
+@torch.no_grad()
+def test_the_weights_of_a_chain_head_work_as_a_probit_head():
+    probit = make_head()
+    chain = ChainHead(probit.config, probit.autoencoder)
+    chain.load_state_dict(probit.state_dict())
+    hidden, chunks = torch.randn(2, 3, HIDDEN), torch.randint(V, (2, 3, K))
+    assert torch.equal(chain.loss(hidden, chunks), probit.loss(hidden, chunks))
+    first = chain.propose(hidden, 1).log_probs(chunks[..., :0])
+    torch.testing.assert_close(probit.propose(hidden, 1).log_probs(chunks[..., :0]), first)
 
 
 def test_it_learns_a_joint_distribution():
