@@ -15,7 +15,7 @@ from calm.files import TEMPORARY, write_json
 PLAN = "quickstart.json"
 STAGES = ("autoencoder", "calm", "transformer")
 SHARES = {"autoencoder": 0.17, "calm": 0.255, "transformer": 0.255}  # the rest is for preparation and evaluation
-STEPS_PER_MINUTE = {"autoencoder": 500, "calm": 305, "transformer": 197}  # measured on two cores
+STEPS_PER_MINUTE = {"autoencoder": 500, "calm": 400, "transformer": 197}  # measured on two cores
 MIN_STEPS = 20
 MIN_BYTES = 200_000
 EVALUATIONS = 6  # per training run
