@@ -11,6 +11,7 @@ from calm.autoencoder import Autoencoder, AutoencoderConfig
 from calm.heads.chain import ChainHead
 from calm.heads.probit import GUMBEL_STD, ProbitHead, whitening_noise
 from calm.noise import RowNoise, ScaledNoise
+from calm.train.optimizer import adamw
 
 V, K, SIZE, HIDDEN = 12, 2, 10, 8
 
@@ -49,6 +50,18 @@ def test_noise_follows_token_vectors_that_are_trained():
     assert head.noise_factor() is before
     head.lm_head.weight.mul_(2)  # pyright: ignore[reportOptionalMemberAccess]
     torch.testing.assert_close(head.noise_factor(), before / 2)
+
+
+def test_noise_follows_a_fused_optimizer():
+    head = make_head(untied_lm_head=True)
+    optimizer = adamw(head, (0.9, 0.95), 1e-8, 0.0)
+    before = head.eval().noise_factor()
+    head.train()
+    head.loss(torch.randn(2, 3, HIDDEN), torch.randint(V, (2, 3, K))).backward()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    optimizer.step()
+    assert not torch.allclose(head.eval().noise_factor(), before)
 
 
 def test_the_argmax_of_noisy_logits_is_nearly_a_sample_of_the_softmax():

@@ -63,6 +63,10 @@ class ProbitHead(ChainHead):
         super().__init__(config, autoencoder)
         self.noise_scale, self.num_read_tokens = config.noise_scale, min(config.num_read_tokens, config.vocab_size)
 
+    def train(self, mode: bool = True) -> Any:
+        self._fitted = (None, torch.empty(0))  # fused optimizers change weights without changing their version
+        return super().train(mode)
+
     def noise_factor(self) -> Tensor:
         """A (d, d) for noise ε @ A on states; fitted again when the token vectors have changed."""
         vocabulary = self.vocabulary.detach()
