@@ -340,7 +340,7 @@ def test_failed_imports_leave_no_files(tmp_path):
     assert load_autoencoder(tmp_path / "ours").config.token_dropout == 0.2
     assert type(AutoModel.from_pretrained(tmp_path / "ours")) is ChunkAutoencoder
     for arguments, message in (
-        ((directory, tmp_path / "ours", autoencoder), "exists; name another"),
+        ((directory, tmp_path / "ours", autoencoder), "exists; choose another directory"),
         ((directory, tmp_path / "x", directory), "autoencoder holds a language model"),
         ((tmp_path / "none", tmp_path / "x"), "not a checkpoint directory"),
     ):
