@@ -284,7 +284,7 @@ class Autoencoder(nn.Module):
     def forward(
         self,
         chunks: Tensor,
-        mask: Tensor | None = None,
+        loss_mask: Tensor | None = None,
         noise: RowNoise | None = None,
         vocabulary: VocabularySubset | None = None,
         num_chunks: float | Tensor | None = None,
@@ -293,7 +293,7 @@ class Autoencoder(nn.Module):
 
         Args:
             chunks: ids (B, L, K).
-            mask: which chunks count (B, L); all by default.
+            loss_mask: 1 for the chunks that count (B, L); all by default.
             noise: one generator per row.
             vocabulary: estimate the softmax from some tokens.
             num_chunks: number of chunks to average over, if the batch is computed in parts.
@@ -303,7 +303,7 @@ class Autoencoder(nn.Module):
         """
         config, length = self.config, chunks.shape[1]
         noise = noise or RowNoise.fresh(len(chunks), chunks.device)
-        counted = torch.ones(chunks.shape[:2], device=chunks.device) if mask is None else mask.float()
+        counted = torch.ones(chunks.shape[:2], device=chunks.device) if loss_mask is None else loss_mask.float()
 
         visible = chunks
         if self.training and config.token_dropout:

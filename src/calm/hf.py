@@ -367,7 +367,7 @@ class HFTransformer(_HFModule):
         mask: Tensor | None = None,
         cache: HFCache | None = None,
         *,
-        targets: Tensor | None = None,
+        loss_mask: Tensor | None = None,
         noise: RowNoise | None = None,
         num_chunks: float | Tensor | None = None,
     ) -> Any:
@@ -375,7 +375,7 @@ class HFTransformer(_HFModule):
         if chunks.is_floating_point():
             return self.call(chunks, positions, mask, cache).logits
         labels = chunks[:, 1:, 0]
-        counted = torch.ones_like(labels, dtype=torch.float32) if targets is None else targets[:, 1:].float()
+        counted = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask[:, 1:].float()
         logits = self.wrapped(input_ids=chunks[:, :-1, 0], use_cache=False).logits.float()
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         return {
@@ -641,10 +641,10 @@ class CalmForCausalLM(Calm, _PreTrained):
         if labels is None:
             hidden = self.hidden_states(chunks, mask, past_key_values, noise=noise)  # pyright: ignore
             return CalmOutput(last_hidden_state=hidden, past_key_values=past_key_values)  # pyright: ignore
-        targets = chunk_mask(labels != IGNORE_INDEX, size)
+        loss_mask = chunk_mask(labels != IGNORE_INDEX, size)
         if mask is not None:
-            targets[:, 1:] *= mask[:, 1:] * mask[:, :-1]
-        output = super().forward(chunks, targets, mask, noise, vocabulary, num_chunks)
+            loss_mask[:, 1:] *= mask[:, 1:] * mask[:, :-1]
+        output = super().forward(chunks, loss_mask, mask, noise, vocabulary, num_chunks)
         return CalmOutput(loss=output["loss"])  # pyright: ignore[reportArgumentType]
 
 

@@ -232,7 +232,7 @@ class LanguageModel(Protocol):
         ...
 
 
-class Teaching(NamedTuple):
+class TeacherSamples(NamedTuple):
     """Chunks that a teacher samples at some positions, as targets of the head."""
 
     samples: Tensor  # ids (M, B, P, K): after every `stride`-th chunk
@@ -356,52 +356,56 @@ class Calm(nn.Module):
     def forward(
         self,
         chunks: Tensor,
-        targets: Tensor | None = None,
-        mask: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         noise: RowNoise | None = None,
         vocabulary: VocabularySubset | None = None,
         num_chunks: float | Tensor | None = None,
-        teaching: Teaching | None = None,
+        teacher_samples: TeacherSamples | None = None,
     ) -> dict[str, Tensor]:
         """Training loss: the head's loss for every chunk but the first, given the chunks before it.
 
         Args:
             chunks: ids (B, L, K).
-            targets: chunks that count in the loss (B, L); all by default.
-            mask: chunks that the backbone may attend to (B, L); all by default.
+            loss_mask: 1 for the chunks that count in the loss (B, L); all by default.
+            attention_mask: 1 for the chunks that the backbone may attend to (B, L); all by default.
             noise: one generator per row.
             vocabulary: tokens to estimate softmaxes from, for heads with token probabilities.
             num_chunks: number of chunks to average over, if the batch is computed in parts.
-            teaching: a teacher's samples as further targets.
+            teacher_samples: further targets, for distillation.
         """
         noise = noise or RowNoise.fresh(len(chunks), chunks.device)
-        counted = torch.ones(chunks.shape[:2], device=chunks.device) if targets is None else targets.float()
+        counted = torch.ones(chunks.shape[:2], device=chunks.device) if loss_mask is None else loss_mask.float()
         counted = counted[:, 1:]
-        before = None if mask is None else mask[:, :-1]
-        hidden = self.hidden_states(chunks[:, :-1], before, noise=noise)
+        attended = None if attention_mask is None else attention_mask[:, :-1]
+        hidden = self.hidden_states(chunks[:, :-1], attended, noise=noise)
         loss = hidden.new_zeros(())
-        if teaching is None or teaching.weight < 1:
+        if teacher_samples is None or teacher_samples.weight < 1:
             loss = self.head.loss(hidden, chunks[:, 1:], mask=counted, noise=noise, vocabulary=vocabulary)
-        if teaching is not None:
-            loss = torch.lerp(loss, self.teaching_loss(hidden, teaching, counted, noise, vocabulary), teaching.weight)
+        if teacher_samples is not None:
+            distilled = self.distillation_loss(hidden, teacher_samples, counted, noise, vocabulary)
+            loss = torch.lerp(loss, distilled, teacher_samples.weight)
         if num_chunks is not None:
             loss = loss * counted.sum() / num_chunks
         return {"loss": loss}
 
-    def teaching_loss(
+    def distillation_loss(
         self,
         hidden: Tensor,
-        teaching: Teaching,
-        counted: Tensor,
+        teacher: TeacherSamples,
+        mask: Tensor,
         noise: RowNoise,
         vocabulary: VocabularySubset | None = None,
     ) -> Tensor:
-        """The head's loss for a teacher's samples, a mean over the same positions as the loss for true chunks."""
-        here = slice(None, None, teaching.stride)
+        """The head's loss for a teacher's samples, a mean over the positions that have some.
+
+        A row counts by its share of those positions, so that the parts of a batch add up like those of the other loss.
+        """
+        here, counted = slice(None, None, teacher.stride), mask[:, :: teacher.stride]
         loss = self.head.samples_loss(
-            hidden[:, here], teaching.samples, mask=counted[:, here], noise=noise, vocabulary=vocabulary
+            hidden[:, here], teacher.samples, mask=counted, noise=noise, vocabulary=vocabulary
         )
-        return loss * counted[:, here].sum() * teaching.stride / counted.sum().clamp(min=1)
+        return loss * counted.sum() / mask.sum().clamp(min=1) * (mask.shape[1] / counted.shape[1])
 
     def config_dict(self) -> dict[str, Any]:
         """The content of config.json."""

@@ -76,16 +76,17 @@ class Transformer(nn.Module):
     def forward(
         self,
         chunks: Tensor,
-        targets: Tensor | None = None,
-        mask: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         noise: RowNoise | None = None,
         vocabulary: VocabularySubset | None = None,
         num_chunks: float | Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Cross-entropy per token of all but the first; see `Calm.forward`."""
-        counted = torch.ones(chunks.shape[:2], device=chunks.device) if targets is None else targets.float()
+        counted = torch.ones(chunks.shape[:2], device=chunks.device) if loss_mask is None else loss_mask.float()
         counted = counted[:, 1:]
-        hidden = self.backbone(self.embed(chunks[:, :-1]), mask=None if mask is None else mask[:, :-1])
+        attended = None if attention_mask is None else attention_mask[:, :-1]
+        hidden = self.backbone(self.embed(chunks[:, :-1]), mask=attended)
         loss = self.head.loss(hidden, chunks[:, 1:], mask=counted, vocabulary=vocabulary)
         if num_chunks is not None:
             loss = loss * counted.sum() / num_chunks

@@ -13,9 +13,11 @@ from calm.data.tokenizer import load_tokenizer
 from calm.distributed import World
 from calm.errors import ConfigError, DataError, UserError
 from calm.llama import LlamaConfig
+from calm.model import TeacherSamples
 from calm.noise import RowNoise
 from calm.scores.energy import energy_loss_of_samples
 from calm.train.loop import train
+from calm.train.stages import described_model
 from calm.train.teacher import Teacher
 from calm.transformer import Transformer
 from tests.train.conftest import BACKBONE, metrics
@@ -58,6 +60,26 @@ def test_the_students_distribution_converges_to_the_teachers():
     losses = energy_loss_of_samples(drawn[0], drawn[1])
     error = losses.std() / len(losses) ** 0.5
     assert abs(losses.mean() - expected(p)) < 4 * error  # the estimate from samples is unbiased
+
+
+def test_the_loss_is_a_mean_over_the_positions_with_samples():
+    """The same for a batch and for its parts, and for samples that equal the true chunks, that of these positions."""
+    model = described_model(load_config("toy-calm", ["language_model.head=chain"]), 50)
+    chunks = torch.randint(
+        3, 50, (3, 6, model.chunk_size)
+    )  # five positions, of which the first and the last have samples
+    mask = torch.ones(3, 6)
+    mask[2, 4:] = 0
+
+    def loss(rows: slice, **options) -> torch.Tensor:
+        samples = TeacherSamples(chunks[None, rows, 1:][:, :, ::4], 4, 1.0)
+        return model(chunks[rows], mask[rows], noise=RowNoise([1, 2, 3]), teacher_samples=samples, **options)["loss"]
+
+    hidden = model.hidden_states(chunks[:2, :-1])[:, ::4]
+    expected = model.head.loss(hidden, chunks[:2, 1:][:, ::4])
+    torch.testing.assert_close(loss(slice(2)), expected)
+    parts = [loss(slice(row, row + 1), num_chunks=mask[:, 1:].sum()) for row in range(3)]
+    torch.testing.assert_close(sum(parts), loss(slice(3)))
 
 
 def make_teacher(directory, num_samples=1, stride=1) -> Teacher:

@@ -30,7 +30,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3
     return best
 
 
-ROW_INPUTS = ("chunks", "targets", "mask")  # inputs of a model that have a row for each sequence
+ROW_INPUTS = ("chunks", "loss_mask")  # inputs of a model that have a row for each sequence
 
 # Nominal dense peak in bf16, in FLOP/s, by whole words of the name that CUDA reports (vendors' data sheets).
 NOMINAL_PEAKS = {
@@ -78,7 +78,7 @@ class Speed:
         rows = sum(len(part["chunks"]) for part in parts)
         one = {name: value[:1] if name in ROW_INPUTS else value for name, value in parts[0].items()}
         one["noise"] = parts[0]["noise"].rows([0])
-        one.pop("teaching", None)  # a teacher's samples are not counted
+        one.pop("teacher_samples", None)  # a teacher's samples are not counted
         with FlopCounterMode(display=False) as counter, torch.compiler.set_stance("force_eager"):
             with autocast, _without_checkpointing(model):
                 loss = model(**one)["loss"]

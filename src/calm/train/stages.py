@@ -21,7 +21,7 @@ from calm.errors import ConfigError, DataError
 from calm.evaluate.health import evaluate_predictions, evaluate_transformer
 from calm.evaluate.reconstruction import evaluate_reconstruction
 from calm.llama import LlamaConfig, check_positions
-from calm.model import Calm, PlainCalmConfig, Teaching
+from calm.model import Calm, PlainCalmConfig, TeacherSamples
 from calm.noise import RowNoise
 from calm.scores.vocabulary import VocabularySubset
 from calm.seeds import SeedStream, permute, row_seeds
@@ -153,7 +153,7 @@ class AutoencoderStage(Stage):
 
     def inputs(self, tokens: Tensor, mask: Tensor) -> dict[str, Any]:
         size = self.config.data.chunk_size
-        return {"chunks": tokens.unflatten(1, (-1, size)), "mask": chunk_mask(mask, size)}
+        return {"chunks": tokens.unflatten(1, (-1, size)), "loss_mask": chunk_mask(mask, size)}
 
     def measure(self, batches: Iterable[Batch]) -> dict[str, float]:
         metrics = evaluate_reconstruction(self.model, batches, extra_noise=(), reduce=self.world.all_reduce)
@@ -210,7 +210,7 @@ class LanguageModelStage(Stage):
         settings = self.config.language_model
         noise = RowNoise(row_seeds(np.array(seeds), SeedStream.TEACHER), tokens.device)
         samples = self.teacher.draw(tokens, noise)
-        return {"teaching": Teaching(samples, settings.teacher_stride, settings.teacher_weight)}
+        return {"teacher_samples": TeacherSamples(samples, settings.teacher_stride, settings.teacher_weight)}
 
     def _new_model(self, settings: LanguageModel, autoencoder: Autoencoder, tokenizer: Tokenizer) -> Calm:
         config, self.autoencoder = autoencoder.config, autoencoder
@@ -250,7 +250,7 @@ class LanguageModelStage(Stage):
 
     def inputs(self, tokens: Tensor, mask: Tensor) -> dict[str, Any]:
         size = self.config.data.chunk_size
-        return {"chunks": tokens.unflatten(1, (-1, size)), "targets": chunk_mask(mask, size)}
+        return {"chunks": tokens.unflatten(1, (-1, size)), "loss_mask": chunk_mask(mask, size)}
 
     def measure(self, batches: Iterable[Batch]) -> dict[str, float]:
         return evaluate_predictions(self.model, batches, reduce=self.world.all_reduce)
@@ -279,7 +279,7 @@ class TransformerStage(Stage):
         return mask[:, 1:]
 
     def inputs(self, tokens: Tensor, mask: Tensor) -> dict[str, Any]:
-        return {"chunks": tokens[..., None], "targets": mask}
+        return {"chunks": tokens[..., None], "loss_mask": mask}
 
     def measure(self, batches: Iterable[Batch]) -> dict[str, float]:
         return evaluate_transformer(self.model, batches, reduce=self.world.all_reduce)
