@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel
 
 import calm  # noqa: F401 - registers the Auto classes
-from calm.autoencoder import Autoencoder, AutoencoderConfig, Posterior, chunk_mask, drop, floored_kl
+from calm.autoencoder import Autoencoder, AutoencoderConfig, Posterior, chunk_mask, floored_kl, latent_dropout
 from calm.checkpoint import load_autoencoder, save_model
 from calm.hf import ChunkAutoencoder, ChunkAutoencoderConfig
 from calm.noise import RowNoise
@@ -152,7 +152,7 @@ def test_dropout_rates():
     share = (inputs[0] == model.config.mask_token_id).float().mean().item()
     assert abs(share - 0.3) < 5 * math.sqrt(0.21 / 20_000)
     generator = torch.Generator().manual_seed(0)
-    dropped = drop(torch.ones(100_000), torch.rand(100_000, generator=generator), 0.2)
+    dropped = latent_dropout(torch.ones(100_000), torch.rand(100_000, generator=generator), 0.2)
     assert set(dropped.unique().tolist()) == {0.0, 1.25}
     assert abs(dropped.mean().item() - 1) < 5 * 1.25 * math.sqrt(0.16 / 100_000)
     inputs.clear()

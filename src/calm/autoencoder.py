@@ -76,7 +76,7 @@ def floored_kl(posterior: Posterior, floor: float) -> Tensor:
     return posterior.kl().clamp(min=floor).sum(-1) if floor else posterior.kl().sum(-1)
 
 
-def drop(latents: Tensor, uniform: Tensor, rate: float) -> Tensor:
+def latent_dropout(latents: Tensor, uniform: Tensor, rate: float) -> Tensor:
     """Dropout of latent dimensions, given uniform noise; the remaining ones are scaled up."""
     return torch.where(uniform < rate, 0, latents / (1 - rate))
 
@@ -145,6 +145,8 @@ def _layers(config: Any, count: int) -> nn.Sequential:
 
 
 class Encoder(nn.Module):
+    """Token embeddings of a chunk (..., K, d) → posterior of its latent (..., Z)."""
+
     def __init__(self, config: Any):
         super().__init__()
         size, half = config.hidden_size, config.num_encoder_layers // 2
@@ -167,6 +169,8 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
+    """Latents (..., Z) → states of the K tokens (..., K, d), which decode to the nearest token embeddings."""
+
     def __init__(self, config: Any):
         super().__init__()
         size, half = config.hidden_size, config.num_decoder_layers // 2
@@ -314,7 +318,7 @@ class Autoencoder(nn.Module):
         if config.variational:
             latents = posterior.sample(noise.normal(length, config.latent_size, dtype=latents.dtype))
         if self.training and config.latent_dropout:
-            latents = drop(latents, noise.uniform(length, config.latent_size), config.latent_dropout)
+            latents = latent_dropout(latents, noise.uniform(length, config.latent_size), config.latent_dropout)
 
         states = self.decoder(latents).flatten(0, 2)  # (B·L·K, d)
         counted = counted / (counted.sum().clamp(min=1) if num_chunks is None else num_chunks)

@@ -219,7 +219,7 @@ def train(
 ) -> None:
     """Train an autoencoder, a CALM language model or a Transformer from a recipe.
 
-    SIGTERM and Ctrl-C save a checkpoint and stop; --resume continues, and ends in bitwise the same weights.
+    SIGTERM and Ctrl-C save a checkpoint and stop; --resume continues and produces bitwise-identical weights.
 
     Distributed training: torchrun --nproc-per-node=N -m calm train RECIPE --output DIR
     """
@@ -326,10 +326,10 @@ def evaluate(
 @app.command(epilog="Example: calm generate bundled 'And God said' --temperature 0.5 --num-samples 3")
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Argument(help="Prompt; - reads it from stdin. Default: an empty prompt.")] = "",
+    prompt: Annotated[str, typer.Argument(help="Prompt, or - for stdin. Default: empty.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 128,
     temperature: Annotated[
-        float, typer.Option(help="Sampling temperature, above 0. Values above 1 need the method mixture.")
+        float, typer.Option(help="Sampling temperature, above 0. Values above 1 require --method mixture.")
     ] = 1.0,
     num_candidates: Annotated[
         int | None,
@@ -342,8 +342,8 @@ def generate(
     method: Annotated[
         Method | None,
         typer.Option(
-            help="How to select a chunk from the candidates (see docs/sampling.md). Default: token; mixture for models "
-            "with a chain head, noise for models with a probit head."
+            help="How to sample a chunk (see docs/sampling.md). Default: token for vector heads, noise for probit "
+            "heads, mixture for chain heads, Transformers, and with --top-k, --top-p or --min-p."
         ),
     ] = None,
     tolerance: Annotated[
@@ -360,7 +360,7 @@ def generate(
         ),
     ] = False,
     top_k: Annotated[
-        int | None, typer.Option(help="For mixture: sample from this many of the most probable tokens. Default: all.")
+        int | None, typer.Option(help="For mixture: keep only the k most probable tokens. Default: all.")
     ] = None,
     top_p: Annotated[
         float | None,
@@ -375,7 +375,9 @@ def generate(
             help="For mixture: minimum probability relative to the most probable token, in (0, 1]. Default: no minimum."
         ),
     ] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; may be repeated.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Stop before this string; may be repeated.")
+    ] = None,
     num_samples: Annotated[int, typer.Option(min=1, help="Number of continuations to generate.")] = 1,
     seed: Seed = 0,
     device: Device = "auto",
@@ -385,7 +387,7 @@ def generate(
         bool,
         typer.Option(
             "--show-chunks",
-            help="Color the chunks and show the share of candidates equal to each (mixture: its probability).",
+            help="Color chunks and show the fraction of candidates equal to each (mixture: the chunk's probability).",
         ),
     ] = False,
     as_json: Json = False,
@@ -548,7 +550,9 @@ def cost(
         int | None,
         typer.Option(min=1, help="Vocabulary size. Default: that of the recipe's data, or 128,257 without data."),
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, help="Number of processes that share the training state.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Number of processes that shard the training state (FSDP).")
+    ] = 1,
     as_json: Json = False,
 ) -> None:
     """Estimate parameters, FLOPs and memory of recipes by component, next to the numbers in the paper."""

@@ -59,7 +59,7 @@ class CalmConfig(CalmProperties, PretrainedConfig):
         backbone_config: config of any causal Transformer, or its fields (`model_type`: llama by default).
         autoencoder_config: a `ChunkAutoencoderConfig`, or its fields.
         model_input: "discrete", "continuous", or "both" (Table 5 of the paper).
-        head: "energy", "flow", "mean-flow", "diffusion", or "chain".
+        head: "energy", "flow", "mean-flow", "diffusion", "probit", or "chain".
         num_head_layers: by default a quarter of the backbone's layers.
         kwargs: fields of the head, such as `num_model_samples`, `alpha`, and `noise_size` of the energy head.
 

@@ -50,7 +50,7 @@ class KVCache:
                 memories[layer] = larger
 
     def crop(self, length: int) -> None:
-        """Forget all but the first positions."""
+        """Keep only the first `length` positions."""
         self.length = min(self.length, length)
 
     def select(self, rows: Tensor) -> None:

@@ -136,7 +136,7 @@ def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 def make_attention_mask(mask: Tensor | None, length: int, total: int, device: torch.device) -> Tensor | None:
     """What the last `length` of `total` positions attend to, as a boolean mask (B or 1, 1, length, total).
 
-    `mask` (B, total) is false for padding; a four-dimensional one is taken as it is. None stands for plain causal
+    `mask` (B, total) is false for padding; a four-dimensional one is taken as it is. None means plain causal
     attention, which needs no mask: `length` is 1 or `total`, and there is no padding.
     """
     if mask is not None and mask.ndim == 4:
@@ -145,13 +145,15 @@ def make_attention_mask(mask: Tensor | None, length: int, total: int, device: to
         return None
     places = torch.arange(total, device=device)
     own = places[total - length :, None]  # (length, 1)
-    visible = (places <= own)[None, None]
+    causal = (places <= own)[None, None]
     if mask is None:
-        return visible
-    return (mask[:, None, None].bool() & visible) | (places == own)  # padding attends to itself: no NaN
+        return causal
+    return (mask[:, None, None].bool() & causal) | (places == own)  # padding attends to itself: no NaN
 
 
 class Attention(nn.Module):
+    """Grouped-query attention with rotary embeddings: (B, L, H) → (B, L, H)."""
+
     def __init__(self, config: Any, layer: int):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
@@ -166,9 +168,7 @@ class Attention(nn.Module):
         """Queries, keys, and values."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
-    def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], visible: Tensor | None, cache: KVCache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: KVCache | None) -> Tensor:
         q, k, v = (
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, L, d)
             for part in self.project(x)
@@ -176,12 +176,14 @@ class Attention(nn.Module):
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        causal = visible is None and x.shape[1] > 1
-        y = F.scaled_dot_product_attention(q, k, v, visible, is_causal=causal, enable_gqa=self.grouped)
+        causal = mask is None and x.shape[1] > 1
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.grouped)
         return self.o_proj(y.transpose(1, 2).flatten(-2))
 
 
 class FeedForward(nn.Module):
+    """SwiGLU: (..., H) → (..., H)."""
+
     def __init__(self, config: Any):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
@@ -198,6 +200,8 @@ class FeedForward(nn.Module):
 
 
 class LlamaLayer(nn.Module):
+    """Attention and feed-forward network, each with a residual connection: (B, L, H) → (B, L, H)."""
+
     def __init__(self, config: Any, layer: int):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -206,9 +210,9 @@ class LlamaLayer(nn.Module):
         self.mlp = FeedForward(config)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], visible: Tensor | None = None, cache: KVCache | None = None
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotary, visible, cache)
+        x = x + self.self_attn(self.input_layernorm(x), rotary, mask, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -224,7 +228,7 @@ class Llama(nn.Module):
         torch.Size([2, 10, 64])
     """
 
-    token_embedding: nn.Embedding | None = None  # of a pretrained model, for whoever embeds its tokens
+    token_embedding: nn.Embedding | None = None  # of a pretrained model; used by ChunkEmbedding
 
     def __init__(self, config: Any):
         super().__init__()
@@ -273,12 +277,12 @@ class Llama(nn.Module):
         if positions is None:
             positions = torch.arange(before, before + length, device=x.device)[None]
         rotary = rotary_embedding(positions, self.config)
-        visible = make_attention_mask(mask, length, before + length, x.device)
+        mask = make_attention_mask(mask, length, before + length, x.device)
         for layer in self.layers:
             if self.gradient_checkpointing and self.training:
-                x = checkpoint(layer, x, rotary, visible, cache, use_reentrant=False)  # pyright: ignore
+                x = checkpoint(layer, x, rotary, mask, cache, use_reentrant=False)  # pyright: ignore
             else:
-                x = layer(x, rotary, visible, cache)
+                x = layer(x, rotary, mask, cache)
         return self.norm(x)
 
 

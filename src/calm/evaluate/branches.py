@@ -75,7 +75,7 @@ class Branches:
 def check_branches(model: LanguageModel) -> None:
     """Raise if a model with K < 4 does not support branches: it has a recurrent state, or counts the cache's columns.
 
-    Four chunks are read and continued in two branches, which are compared with texts that are read from the start.
+    Four chunks are read and continued in two branches, which are compared with full forward passes.
     """
     if model.chunk_size >= MAX_NGRAM:  # its chunks are never continued
         return

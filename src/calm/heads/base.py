@@ -162,7 +162,12 @@ class Head(nn.Module, ABC):
         """Nats per token of chunks (B, L, K) given hidden states (B, L, H); a bound, unless `exact_likelihood`."""
 
     def default_method(self, tempered: bool, truncated: bool) -> str:
-        """The method when the user names none; whether the temperature is not 1, and whether there is a top_k, …"""
+        """The default sampling method.
+
+        Args:
+            tempered: the temperature is not 1.
+            truncated: top_k, top_p, or min_p is set.
+        """
         return "token"
 
     def initialize_from(self, autoencoder: Autoencoder) -> None:
@@ -330,9 +335,11 @@ def xavier_init(module: nn.Module) -> None:
 
 
 def zero_init(linear: nn.Linear) -> None:
+    """Zero weights and biases: the layer starts without any effect."""
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
 
 
 def count_parameters(*modules: nn.Module) -> int:
+    """The number of elements of all parameters."""
     return sum(parameter.numel() for module in modules for parameter in module.parameters())

@@ -162,7 +162,7 @@ class ChainHead(Head):
         return self.chunk_size * (16 * len(self.layers) + self.chunk_size + 6) * self.token_size
 
     def quantizable(self) -> list[nn.Module]:
-        return [self.layers]  # the other layers are used row by row
+        return [self.layers]  # the others are called with slices of their weights
 
     def streamed_weights(self) -> list[Tensor]:
         parts = [p for part in (self.hidden, self.before, self.layers) if part is not None for p in part.parameters()]

@@ -30,6 +30,8 @@ def sinusoids(times: Tensor) -> Tensor:
 
 
 class DenoisingBlock(nn.Module):
+    """Residual MLP on x (..., H), modulated by the condition y (..., H)."""
+
     def __init__(self, size: int):
         super().__init__()
         self.norm = nn.LayerNorm(size, eps=NORM_EPS)
@@ -42,10 +44,20 @@ class DenoisingBlock(nn.Module):
 
 
 def time_embedding(size: int) -> nn.Sequential:
+    """MLP on `sinusoids` of times: (..., 256) → (..., size)."""
     return nn.Sequential(nn.Linear(2 * FREQUENCIES, size), nn.SiLU(), nn.Linear(size, size))
 
 
 class Denoiser(nn.Module):
+    """The network of the module's docstring.
+
+    Args:
+        hidden_size: H of the hidden states, and of the blocks.
+        latent_size: Z of the vectors.
+        output_size: of the output; diffusion predicts two numbers per dimension.
+        num_layers: number of blocks.
+    """
+
     def __init__(self, hidden_size: int, latent_size: int, output_size: int, num_layers: int):
         super().__init__()
         size = hidden_size
@@ -81,6 +93,7 @@ class Denoiser(nn.Module):
         return modulation, matmul_flops(self.input, self.output, *(block.mlp for block in blocks))
 
     def refine(self, x: Tensor, y: Tensor) -> Tensor:
+        """The blocks and the output: vectors (N, ..., Z), conditions (..., H) → (N, ..., output_size)."""
         x = self.input(x)
         for block in self.blocks:
             x = block(x, y)

@@ -80,7 +80,7 @@ class Schedule:
 
 
 class DiffusionConfig(DenoisingConfig):
-    num_sampling_steps: int | None = Field(None, ge=1, description="denoising steps per sample; null: 100")
+    num_sampling_steps: int | None = Field(None, ge=2, le=1000, description="denoising steps per sample; null: 100")
     largest_latent: float | None = Field(
         10.0, gt=0, description="bound of a predicted latent's dimensions while sampling; null: no bound"
     )

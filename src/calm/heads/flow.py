@@ -16,15 +16,13 @@ from calm.heads.denoiser import TIMES, Denoiser, DenoisingConfig, DenoisingHead
 from calm.noise import Source, draw_normal, draw_uniform
 
 Sampler = Literal["euler", "midpoint"]
-
-
 DEFAULT_STEPS = {"euler": 20, "midpoint": 10}
 
 
 class FlowConfig(DenoisingConfig):
     sampler: Sampler = Field("midpoint", description="ODE solver of the flow head")
     num_sampling_steps: int | None = Field(
-        None, ge=1, description="solver steps per sample; null: 10 midpoint or 20 Euler steps, 100 of diffusion"
+        None, ge=1, description="solver steps per sample; null: 10 midpoint or 20 Euler steps"
     )
 
 

@@ -95,7 +95,7 @@ class ProbitHead(ChainHead):
         return torch.stack(means, dim=-2), torch.stack(states, dim=-2)
 
     def read(self, states: Tensor) -> Tensor:
-        """About the vectors of the tokens that states decode to: (..., d) → (..., d)."""
+        """Attention over token vectors, about that of the token which a state decodes to: (..., d) → (..., d)."""
         tokens = self.vocabulary[: self.num_read_tokens]  # those of a BPE are sorted by frequency
         return (SHARPNESS * self.project(states.flatten(0, -2), tokens)).softmax(-1).matmul(tokens).view_as(states)
 

@@ -1,4 +1,4 @@
-"""The energy score of §3.3 as a loss: samples should be close to the target, and as far from each other as it spreads.
+"""The energy score of §3.3 as a loss: samples should be close to the target, and diverse.
 
     loss = 2·E|x - z|^α - E|x - x'|^α        x, x' from the model, z from the autoencoder's posterior
 
@@ -11,7 +11,8 @@ if its relative variance is small. If it is not (S² < 20·k2: few dimensions, o
 with φ the Laplace transforms, known for Q and for a gamma variable G of the same mean and variance; the remaining
 integrand is small and smooth.
 
-To try another kernel of x - y, replace `_distances` and `gaussian_moment`, its closed form for a Gaussian target.
+To try another kernel of x - y, replace `_distances` and `gaussian_moment`, its closed form for a Gaussian target;
+`energy_loss_of_samples`, the loss of distillation, uses the first.
 Without a closed form, require `num_target_samples` here and in `evaluate/health.py`, whose score selects the best
 checkpoint.
 """
@@ -124,7 +125,7 @@ def energy_terms(
     return fidelity, diversity
 
 
-_recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in there is random
+_recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # draws no random numbers
 
 
 def _terms(
