@@ -4,11 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from calm.cli import main
 from calm.config import load_config
-from calm.distributed import move_model, resolve_dtype
+from calm.distributed import World, move_model, resolve_device, resolve_dtype
+from calm.errors import ConfigError
 from calm.llama import Llama, LlamaConfig
+from calm.noise import RowNoise
 from calm.train.distributed import initialize
-from calm.train.speed import nominal_peak
+from calm.train.speed import Speed, nominal_peak
 from calm.train.stages import described_model
 
 CPU = torch.device("cpu")
@@ -69,3 +72,62 @@ def test_the_residual_stream_is_fp32_under_autocast():
 )
 def test_nominal_peaks(name, peak):
     assert nominal_peak(name) == peak
+    assert nominal_peak(name, torch.float32) == (None if peak is None else peak / 2)
+
+
+def test_mfu_is_relative_to_the_nominal_peak(monkeypatch):
+    """What gradient checkpointing computes again does not count."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr("calm.train.speed.measured_peak", lambda device, dtype: 1.0)
+    flops = []
+    for checkpointing in (False, True):
+        speed = Speed(8, World(0, 1, torch.device("cuda", 0)), torch.bfloat16)
+        model = described_model(load_config("toy-calm"), 50)
+        model.backbone.gradient_checkpointing = checkpointing
+        part = {"chunks": torch.ones(2, 4, model.chunk_size, dtype=torch.long), "noise": RowNoise([0, 1])}
+        speed.count_flops(model, [part], torch.autocast("cpu", enabled=False))
+        speed.since_last(0)
+        found = speed.since_last(1)
+        assert found["mfu"] == pytest.approx(found["share_of_peak"] / 312e12)
+        flops.append(speed.flops)
+    assert flops[0] == flops[1] > 0
+
+
+def test_devices(monkeypatch):
+    with pytest.raises(ConfigError, match="must be auto, cpu, cuda, or cuda:N, not 'mps'"):
+        resolve_device("mps")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device() == CPU
+    with pytest.raises(ConfigError, match="device cuda is not available: torch .* finds no CUDA device; use cpu"):
+        resolve_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    precision = torch.get_float32_matmul_precision()
+    try:
+        assert resolve_device("cpu") == CPU
+        assert torch.get_float32_matmul_precision() == precision
+        assert resolve_device() == torch.device("cuda", 0)
+        assert torch.get_float32_matmul_precision() == "high"
+        assert resolve_device("cuda:1") == torch.device("cuda", 1)
+        with pytest.raises(ConfigError, match="device cuda:2 is not available: this machine has 2 CUDA devices"):
+            resolve_device("cuda:2")
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["generate", "bundled"], ["evaluate", "bundled", "--data", "x"], ["serve", "bundled"]]
+)
+def test_dtypes_and_devices_of_commands(arguments, capsys, monkeypatch):
+    """One line, and no traceback."""
+    for option, message in (
+        (["--dtype", "fp16"], "'fp16' is not one of"),
+        (["--device", "tpu"], "device must be auto"),
+    ):
+        monkeypatch.setattr("sys.argv", ["calm", *arguments, *option])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert "Traceback" not in error

@@ -2,20 +2,24 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
 from calm.autoencoder import Posterior
 from calm.config import load_config
 from calm.distributed import World
+from calm.evaluate.documents import Document
 from calm.evaluate.estimators import estimator_of
+from calm.evaluate.evaluation import evaluate_documents
 from calm.generate.engine import Engine, Sequence
 from calm.generate.sampler import SamplingParams
 from calm.heads import HEADS
 from calm.noise import RowNoise
 from calm.scores.energy import _product_precision
-from calm.train.loop import _Run
+from calm.train.loop import _Run, train
 from calm.train.stages import described_model
 from tests.generate.conftest import PAD, VOCAB_SIZE, build_model
 from tests.generate.test_engine import METHODS, build_transformer
@@ -94,6 +98,29 @@ def test_mean_flow_loss():
     assert hidden.grad is not None
 
 
+def test_distillation(language_model, transformer, tmp_path):  # noqa: F811
+    """A teacher samples without waiting, too."""
+    train(load_config(str(transformer), ["train.steps=2"]), tmp_path / "teacher")
+    teacher = tmp_path / "teacher" / "model"
+    with simulated_cuda() as gpu:
+        training_steps(load_config(str(language_model), [f"language_model.teacher={teacher}"]), tmp_path / "gpu", gpu)
+
+
+@pytest.mark.parametrize("stage", ["recipe", "transformer", "language_model"])
+def test_validation(stage, request, tmp_path):
+    """The same metrics as on a CPU, with a few waits per batch."""
+    config = load_config(str(request.getfixturevalue(stage)))
+    with simulated_cuda() as gpu:
+        run = _Run(config, tmp_path / "gpu", World(0, 1, CUDA), lambda _: None, lambda _: None)
+        run.build()
+        gpu.reset()
+        found = run.stage.evaluate()
+        assert gpu.waits.total() <= 8 * config.train.evaluation_batches, gpu.waits
+    run = _Run(config, tmp_path / "cpu", World(0, 1, torch.device("cpu")), lambda _: None, lambda _: None)
+    run.build()
+    assert found == pytest.approx(run.stage.evaluate(), rel=1e-3)
+
+
 # --------------------------------------------------------------------------------------------------------- generation
 
 
@@ -113,7 +140,7 @@ def tokens(model: Any, params: list[SamplingParams], gpu: Simulation | None = No
         engine.step()
         if gpu is not None and same:
             assert 1 <= gpu.waits.total() <= most, gpu.waits
-            if engine.slots == before and most == 1:
+            if most == 1 and engine.running == before:  # none has left in this step
                 assert not gpu.uploads, gpu.uploads
     return [sequence.output_ids for sequence in sequences]
 
@@ -141,7 +168,11 @@ def test_temperatures_share_one_pass(method):
         SamplingParams(1 / (1 + i / 7), 12, method, top_p=0.9 if method == "mixture" and i else None) for i in range(8)
     ]
     alone = [tokens(model, [own] * (i + 1))[i] for i, own in enumerate(params)]
-    assert tokens(model, params) == alone
+    with patch.object(model.head, "propose", wraps=model.head.propose) as propose:
+        tokens(model, [params[1]] * 8)
+        one, propose.call_count = propose.call_count, 0
+        assert tokens(model, params) == alone
+        assert propose.call_count < 2 * one  # one pass for T = 1, and one for all others
     with simulated_cuda() as gpu:
         assert tokens(model.to(CUDA), params, gpu) == alone
 
@@ -209,3 +240,20 @@ def test_brier_lm(head):
         found = estimates(model.to(CUDA))
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one.values, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("head", ["energy", "transformer"])
+def test_brier_lm_of_documents(head):
+    model = build_transformer() if head == "transformer" else build_model(2)
+    documents = [Document(n, np.arange(length) % VOCAB_SIZE) for n, length in enumerate((30, 40))]
+
+    def brier(model: Any, device: Any) -> Any:
+        estimator = estimator_of(model, 16, 4, num_latents=1)
+        return evaluate_documents(estimator, documents, unit=2, batch_size=2, device=device).brier.compute()
+
+    expected = brier(model, torch.device("cpu"))
+    with simulated_cuda():
+        found = brier(model.to(CUDA), CUDA)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert getattr(found[name], "value", found[name]) == pytest.approx(getattr(value, "value", value), abs=1e-3)

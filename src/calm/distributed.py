@@ -75,7 +75,7 @@ def process_group(device: str = "auto") -> Iterator[World]:
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     chosen = resolve_device(device)
     if cuda := chosen.type == "cuda":
-        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", chosen.index or 0)))
+        chosen = resolve_device(f"cuda:{os.environ.get('LOCAL_RANK', chosen.index or 0)}")
         torch.cuda.set_device(chosen)
     if size == 1:
         yield World(0, 1, chosen)
@@ -100,7 +100,10 @@ def resolve_device(name: str = "auto") -> torch.device:
         raise ConfigError(f"device {name} is not available: torch {torch.__version__} finds no CUDA device; use cpu")
     device = torch.device("cuda", 0) if name == "auto" else torch.device(name)
     if (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name} is not available: there are {torch.cuda.device_count()} CUDA devices")
+        raise ConfigError(
+            f"device {name} is not available: this machine has {torch.cuda.device_count()} CUDA devices, numbered from "
+            "0; with torchrun, lower --nproc-per-node"
+        )
     torch.set_float32_matmul_precision("high")  # TF32 for what remains in fp32
     return device
 
@@ -121,13 +124,12 @@ def _has_bf16(device: torch.device) -> bool:
 
 
 def move_model(model: Any, device: torch.device, dtype: str) -> Any:
-    """Move a model to a device, and its parameters to the dtype that a user named.
+    """Convert a model's parameters to the dtype that a user named, and move it to a device.
 
     Buffers, such as the rotary frequencies of transformers' models, keep their precision.
     """
     chosen = resolve_dtype(dtype, device)
-    model.to(device)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(chosen)
-    return model
+    return model.to(device)

@@ -236,6 +236,7 @@ class TeacherSamples(NamedTuple):
     """Chunks that a teacher samples at some positions, as targets of the head."""
 
     samples: Tensor  # ids (M, B, P, K): after every `stride`-th chunk
+    finite: Tensor  # whether the teacher's output was finite, a scalar; if not, the loss is NaN
     stride: int
     weight: float  # of their loss; that of the true chunks has the rest
 
@@ -405,7 +406,8 @@ class Calm(nn.Module):
         loss = self.head.samples_loss(
             hidden[:, here], teacher.samples, mask=counted, noise=noise, vocabulary=vocabulary
         )
-        return loss * counted.sum() / mask.sum().clamp(min=1) * (mask.shape[1] / counted.shape[1])
+        loss = loss * counted.sum() / mask.sum().clamp(min=1) * (mask.shape[1] / counted.shape[1])
+        return torch.where(teacher.finite, loss, torch.nan)
 
     def config_dict(self) -> dict[str, Any]:
         """The content of config.json."""
@@ -414,7 +416,8 @@ class Calm(nn.Module):
     def fsdp_units(self) -> list[tuple[nn.Module, bool]]:
         """Modules that FSDP shards as groups of their own, and whether to reshard them after their forward pass."""
         layers = [(layer, True) for layer in self.backbone.layers]
-        return [(self.chunk_embedding, True), *layers, (self.head, False)]  # backward begins with the head
+        # The head stays gathered, since the backward pass begins with it; so does the embedding, the largest group.
+        return [(self.chunk_embedding, False), *layers, (self.head, False)]
 
     def fsdp_replicated(self) -> list[nn.Module]:
         """Modules that every process keeps whole."""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from calm.checkpoint import load_calm, load_transformer
 from calm.config import load_config
 from calm.data.loader import Batch
 from calm.errors import ConfigError, DataError, UserError
+from calm.evaluate import health
 from calm.evaluate.health import evaluate_predictions, evaluate_transformer
 from calm.llama import LlamaConfig
 from calm.train.loop import train
@@ -315,3 +317,9 @@ def test_transformer_metrics_are_exact():
                 count += 1
     assert found["cross_entropy"] == pytest.approx(nats / count, rel=1e-5)
     assert found["brier_1"] == pytest.approx(100 * brier / count, rel=1e-4)
+    with (
+        patch.object(health, "LOGITS", 11 * 2 * tokens.shape[1]),
+        patch.object(model, "logits", wraps=model.logits) as logits,
+    ):
+        assert evaluate_transformer(model, [batch]) == pytest.approx(found)
+    assert [call.args[0].shape[0] for call in logits.call_args_list] == [2, 2]  # only so many logits are held at once

@@ -72,7 +72,7 @@ def test_the_loss_is_a_mean_over_the_positions_with_samples():
     mask[2, 4:] = 0
 
     def loss(rows: slice, **options) -> torch.Tensor:
-        samples = TeacherSamples(chunks[None, rows, 1:][:, :, ::4], 4, 1.0)
+        samples = TeacherSamples(chunks[None, rows, 1:][:, :, ::4], torch.tensor(True), 4, 1.0)
         return model(chunks[rows], mask[rows], noise=RowNoise([1, 2, 3]), teacher_samples=samples, **options)["loss"]
 
     hidden = model.hidden_states(chunks[:2, :-1])[:, ::4]
@@ -105,7 +105,8 @@ def test_a_transformer_samples_the_next_chunks_of_its_own_distribution(softmax, 
     count = 4000
     teacher = make_teacher(softmax, count, stride)
     tokens = torch.tensor([[3, 4, 5, 6, 0, 3, 3, 4], [PAD, 5, 5, 4, 6, 3, 0, 0]])
-    samples = teacher.draw(tokens, RowNoise([0, 1]))
+    samples, finite = teacher.draw(tokens, RowNoise([0, 1]))
+    assert finite
     assert samples.shape == (count, 2, {1: 3, 2: 2}[stride], K)
     for row, text in enumerate(tokens.masked_fill(tokens == PAD, EOS)):
         for number, end in enumerate(range(K, 7, K * stride)):
@@ -121,9 +122,9 @@ def test_a_transformer_samples_the_next_chunks_of_its_own_distribution(softmax, 
 @torch.no_grad()
 def test_draws_of_a_row_do_not_depend_on_the_batch(softmax):
     teacher, tokens = make_teacher(softmax, 3), torch.tensor([[3, 4, 5, 6], [5, 5, 4, 6]])
-    together = teacher.draw(tokens, RowNoise([5, 6]))
+    together, _ = teacher.draw(tokens, RowNoise([5, 6]))
     for row in range(2):
-        assert torch.equal(teacher.draw(tokens[[row]], RowNoise([5 + row]))[:, 0], together[:, row])
+        assert torch.equal(teacher.draw(tokens[[row]], RowNoise([5 + row]))[0][:, 0], together[:, row])
 
 
 # ----------------------------------------------------------------------------------------------------------- training

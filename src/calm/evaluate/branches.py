@@ -52,17 +52,23 @@ class Branches:
         columns = torch.arange(self.length, device=self.device)
         self.visible = (columns <= position[:, None]).repeat(self.texts, 1)  # (A, columns)
 
-    def grow(self, parents: Tensor, embeddings: Tensor) -> Tensor:
-        """The next level: parents (A,), in order, and what follows them (A, H) → hidden states (A, H)."""
+    def grow(self, parents: Tensor, embeddings: Tensor, count: int | None = None) -> Tensor:
+        """The next level: parents (A,), in order, and what follows them (A, H) → hidden states (A, H).
+
+        If the number of branches is given, the same for every text, a GPU is not waited for.
+        """
         self.row = self.row[parents]
         self.position = self.position[parents] + 1
-        self.counts = self.row.bincount(minlength=self.texts).tolist()
+        self.counts = self.row.bincount(minlength=self.texts).tolist() if count is None else [count] * self.texts
         visible = self._padded(self.visible[parents])  # (B, M, columns), M the largest number of branches of a text
         itself = torch.eye(visible.shape[1], dtype=torch.bool, device=visible.device).expand(self.texts, -1, -1)
         visible = torch.cat([visible, itself], dim=-1)
         states = self.backbone(
             self._padded(embeddings), self._padded(self.position), visible[:, None], cache=self.cache
         )
+        if count is not None:
+            self.visible = visible.flatten(0, 1)
+            return states.flatten(0, 1)
         valid = self._padded(torch.ones_like(self.row, dtype=torch.bool))  # (B, M)
         self.visible = visible[valid]
         return states[valid]

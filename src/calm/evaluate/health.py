@@ -30,6 +30,8 @@ from calm.scores.energy import energy_terms
 from calm.seeds import row_seeds
 
 NUM_SAMPLES = 4
+LOGITS = 2**24  # of a Transformer, held at once on a CPU, or those of one row
+GPU_LOGITS = 2**28
 
 
 @contextmanager
@@ -118,12 +120,15 @@ def evaluate_transformer(
     sums = torch.zeros(3, dtype=torch.float64)  # tokens, nats, Brier-1
     with evaluating(model):
         for batch in batches:
-            tokens, mask = on_device(batch, model.device)
-            log_probs = model.logits(tokens[:, :-1]).float().log_softmax(-1)  # (B, T-1, V)
-            chosen = log_probs.gather(-1, tokens[:, 1:, None])[..., 0]
-            score = 2 * chosen.exp() - log_probs.exp().square().sum(-1)
-            metrics = [torch.ones_like(chosen), -chosen, score]
-            sums += torch.stack([(m * mask[:, 1:]).double().sum() for m in metrics]).cpu()
+            whole = on_device(batch, model.device)
+            at_once = LOGITS if model.device.type == "cpu" else GPU_LOGITS
+            rows = max(1, at_once // (whole[0].shape[1] * model.vocab_size))
+            for tokens, mask in zip(*(part.split(rows) for part in whole), strict=True):
+                log_probs = model.logits(tokens[:, :-1]).float().log_softmax(-1)  # (B, T-1, V)
+                chosen = log_probs.gather(-1, tokens[:, 1:, None])[..., 0]
+                score = 2 * chosen.exp() - log_probs.mul_(2).exp_().sum(-1)
+                metrics = [torch.ones_like(chosen), -chosen, score]
+                sums += torch.stack([(m * mask[:, 1:]).double().sum() for m in metrics]).cpu()
     count, nats, score = reduce(sums).tolist()
     count = max(count, 1.0)
     return {"score": -nats / count, "cross_entropy": nats / count, "brier_1": 100 * score / count}

@@ -125,6 +125,7 @@ class Engine:
         self.batch: Batch = model.backbone.new_batch()
         self.slots: list[Sequence | None] = []  # the sequence of each row of the batch; None: a free slot
         self.waiting: list[Sequence] = []
+        self.index = ([], torch.zeros(0, dtype=torch.long))  # slots, and the same on the device
         self.noise = RowNoise([])  # of each slot
         self.next_chunks = torch.zeros(0, model.chunk_size, dtype=torch.long, device=model.device)  # (slots, K)
 
@@ -178,7 +179,7 @@ class Engine:
         hidden = []
         if slots:
             states = self.batch.step(self.model.embed(self.next_chunks))
-            hidden.append(states if len(slots) == len(self.slots) else states[slots])
+            hidden.append(states if len(slots) == len(self.slots) else states[self._index(slots)])
         if self.waiting:
             added, states = self._prefill()
             slots, hidden = slots + added, [*hidden, states]
@@ -188,7 +189,7 @@ class Engine:
         if slots == list(range(len(self.slots))):
             self.next_chunks = output.chunks
         else:
-            self.next_chunks[slots] = output.chunks
+            self.next_chunks[self._index(slots)] = output.chunks
         outputs = []
         for sequence, chunk, share in zip(running, *self._collect(output), strict=True):
             ids = chunk[: sequence.max_new_tokens - len(sequence.output_ids)]
@@ -198,6 +199,12 @@ class Engine:
             outputs.append(StepOutput(sequence, ids, share))
         self.remove([sequence for sequence in running if sequence.finished])
         return outputs
+
+    def _index(self, slots: list[int]) -> Tensor:
+        """Slots as an index, which is copied to the device only when they have changed."""
+        if self.index[0] != slots:
+            self.index = slots, torch.tensor(slots, device=self.model.device)
+        return self.index[1]
 
     def _prefill(self) -> tuple[list[int], Tensor]:
         """Prefill waiting sequences: their slots in the batch, and the hidden states of their last chunks (n, H)."""

@@ -15,7 +15,9 @@ On a GPU (an estimate: no GPU was available to measure it):
 trained weights   4 copies, sharded: weight, two moments, gradient; a checkpoint's copy is in CPU memory
 frozen weights    1 copy, whole in every process
 accumulation      one more copy of the gradients, whole in every process
-gathered weights  under FSDP the largest unit twice (it is prefetched) with its gradient, and the units that stay
+gathered weights  under FSDP the largest layer twice (it is prefetched) with its gradient, the groups that stay
+                  gathered, and the fp32 gradient of the largest group while it is reduced
+autocast          without FSDP in bf16, a copy of the weights for the backward pass
 activations       as on a CPU, and one slice of logits
 """
 
@@ -51,6 +53,9 @@ def gpu_training_memory(model: Any, config: RunConfig, rows: float, processes: i
             sizes[reshard].append(sum(p.numel() for p in unit.parameters()))
         root = trained - sum(map(sum, sizes.values()))
         gathered = number * (3 * max(sizes[True]) + 2 * (sum(sizes[False]) + root))
+        gathered += BYTES * max(root, *sizes[True], *sizes[False])
+    elif number == 2 and not config.train.gradient_checkpointing:
+        gathered = number * trained
     states = BYTES * (4 * trained / shard_size + frozen)
     if processes > 1 and config.train.accumulation > 1:
         states += BYTES * trained  # gradients are summed before they are reduced

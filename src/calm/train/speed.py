@@ -51,25 +51,28 @@ NOMINAL_PEAKS = {
 }
 
 
-def nominal_peak(name: str) -> float | None:
-    """The vendor's peak of a GPU in bf16 (fp16 for V100), or None if it is not listed."""
+def nominal_peak(name: str, dtype: torch.dtype = torch.bfloat16) -> float | None:
+    """The vendor's peak of a GPU, or None if it is not listed: bf16 (fp16 for V100), or TF32 for fp32."""
     if "Laptop" in name:  # another chip, with the name of the desktop card
         return None
-    return next((peak for words, peak in NOMINAL_PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
+    peak = next((peak for words, peak in NOMINAL_PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
+    if dtype != torch.float32 or peak is None:
+        return peak
+    return None if "V100" in name else peak / 2  # V100 has no TF32
 
 
 class Speed:
     """Tokens per second, and FLOP/s relative to the peak, excluding evaluations.
 
-    `share_of_peak` is relative to a measured matrix product; `mfu`, on GPUs, to the vendor's peak in bf16. FLOPs are
-    those of one forward and backward pass: what gradient checkpointing computes again is not counted.
+    `share_of_peak` is relative to a measured matrix product; `mfu`, on GPUs, to the vendor's peak in its dtype. FLOPs
+    are those of one forward and backward pass: what gradient checkpointing computes again is not counted.
     """
 
     def __init__(self, tokens_per_step: int, world: World, dtype: torch.dtype):
         self.tokens_per_step, self.world = tokens_per_step, world
         self.peak = measured_peak(world.device, dtype) * world.size
         name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
-        self.nominal_peak = (nominal_peak(name) or 0.0) * world.size
+        self.nominal_peak = (nominal_peak(name, dtype) or 0.0) * world.size
         self.flops, self.step, self.start_time = 0.0, -1, 0.0
         self.last: dict[str, float] = {}
 

@@ -209,8 +209,8 @@ class LanguageModelStage(Stage):
             return {}
         settings = self.config.language_model
         noise = RowNoise(row_seeds(np.array(seeds), SeedStream.TEACHER), tokens.device)
-        samples = self.teacher.draw(tokens, noise)
-        return {"teacher_samples": TeacherSamples(samples, settings.teacher_stride, settings.teacher_weight)}
+        samples, finite = self.teacher.draw(tokens, noise)
+        return {"teacher_samples": TeacherSamples(samples, finite, settings.teacher_stride, settings.teacher_weight)}
 
     def _new_model(self, settings: LanguageModel, autoencoder: Autoencoder, tokenizer: Tokenizer) -> Calm:
         config, self.autoencoder = autoencoder.config, autoencoder

@@ -15,7 +15,6 @@ from calm.distributed import World
 from calm.errors import ConfigError
 from calm.evaluate.branches import Branches, BranchNoise, check_branches
 from calm.generate.engine import prepare_inference
-from calm.heads.base import check_finite
 from calm.llama import check_positions
 from calm.noise import RowNoise
 
@@ -53,15 +52,20 @@ class Teacher:
         prepare_inference(self.model)
 
     @torch.no_grad()
-    def draw(self, tokens: Tensor, noise: RowNoise) -> Tensor:
-        """Chunks that may follow every `stride`-th chunk but the last of rows (B, T): ids (M, B, P, K)."""
+    def draw(self, tokens: Tensor, noise: RowNoise) -> tuple[Tensor, Tensor]:
+        """Chunks that may follow every `stride`-th chunk but the last of rows (B, T).
+
+        Returns:
+            Ids (M, B, P, K), and whether the teacher's output was finite, a scalar: nothing waits for the device here.
+        """
         if self.model.chunk_size == self.chunk_size:
             chunks = tokens.unflatten(1, (-1, self.chunk_size))
             hidden = self.model.hidden_states(chunks[:, :-1])[:, :: self.stride]
-            return check_finite(self.model.head.propose(hidden, self.num_samples, noise)).tokens()
+            proposals = self.model.head.propose(hidden, self.num_samples, noise)
+            return proposals.tokens(), proposals.finite().all()
         return self._draw_tokens(tokens, noise)
 
-    def _draw_tokens(self, tokens: Tensor, noise: RowNoise) -> Tensor:
+    def _draw_tokens(self, tokens: Tensor, noise: RowNoise) -> tuple[Tensor, Tensor]:
         """Token by token, in branches that share the row's keys and values."""
         model, (rows, length), count = self.model, tokens.shape, self.num_samples
         text = tokens.masked_fill(tokens == self.pad_token_id, self.eos_token_id)[:, : length - self.chunk_size]
@@ -71,11 +75,14 @@ class Teacher:
         branches.start_at(0, text.shape[1])
         nodes = torch.arange(rows, device=tokens.device)[:, None] * text.shape[1] + ends  # (B, P)
         parents = nodes.flatten().repeat_interleave(count)
-        proposals = check_finite(model.head.propose(hidden[:, ends], count, noise))
+        proposals = model.head.propose(hidden[:, ends], count, noise)
+        finite = proposals.finite().all()
         chosen = [proposals.tokens()[..., 0].permute(1, 2, 0).flatten()]  # (B·P·M,)
         for _ in range(self.chunk_size - 1):
-            states = branches.grow(parents, model.embed(chosen[-1][:, None]))
+            states = branches.grow(parents, model.embed(chosen[-1][:, None]), len(ends) * count)
             parents = torch.arange(len(states), device=tokens.device)
-            drawn = check_finite(model.head.propose(states, 1, BranchNoise(noise, branches.counts)))
-            chosen.append(drawn.tokens()[0, :, 0])
-        return torch.stack(chosen, dim=-1).view(rows, len(ends), count, self.chunk_size).permute(2, 0, 1, 3)
+            proposals = model.head.propose(states, 1, BranchNoise(noise, branches.counts))
+            finite = finite & proposals.finite().all()
+            chosen.append(proposals.tokens()[0, :, 0])
+        samples = torch.stack(chosen, dim=-1).view(rows, len(ends), count, self.chunk_size)
+        return samples.permute(2, 0, 1, 3), finite
