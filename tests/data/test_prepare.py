@@ -176,20 +176,99 @@ def test_workers_exit_when_the_parent_is_killed(corpus, tmp_path):
     assert not alive
 
 
+def kill_while_overwriting(source, output, deletions):
+    """Run --overwrite in a process that is killed after deleting this many files."""
+    code = (
+        "import os, sys\n"
+        "from calm.data.prepare import prepare\n"
+        "from calm.data.workers import PrepareOptions\n"
+        "left = int(sys.argv[3])\n"
+        "def die(event, arguments):\n"
+        "    global left\n"
+        "    left -= event == 'os.remove'\n"
+        "    event == 'os.remove' and left < 0 and os.kill(os.getpid(), 9)\n"
+        "sys.addaudithook(die)\n"
+        "prepare([sys.argv[1]], sys.argv[2], PrepareOptions('bpe:300'), workers=1, overwrite=True)"
+    )
+    command = [sys.executable, "-c", code, str(source), str(output), str(deletions)]
+    done = subprocess.run(command, capture_output=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
 def test_interrupted_overwrite_can_be_repeated(jsonl, tmp_path):
     output = tmp_path / "data"
     prepare([str(jsonl)], output, OPTIONS, workers=1)
     expected = contents(output)
-    (output / MANIFEST).rename(output / PROGRESS)  # the state after a kill during --overwrite
-    (output / PROGRESS).write_text('{"job": null}')
-    with pytest.raises(DataError, match="start over with --overwrite"):
-        prepare([str(jsonl)], output, OPTIONS, workers=1, resume=True)
+    (output / "train-notes.tokens").write_text("mine")
+    (output / "notes.tmp").write_text("mine, too")
+    for deletions in (1, 4):  # only the manifest; also some shards
+        kill_while_overwriting(jsonl, output, deletions)
+        with pytest.raises(DataError, match="start over with --overwrite"):
+            prepare([str(jsonl)], output, OPTIONS, workers=1, resume=True)
+    prepare([str(jsonl)], output, PrepareOptions("bpe:300"), workers=1, overwrite=True)
+    assert not list(output.glob("train-0000[1-9].*"))  # with larger shards there is one
     prepare([str(jsonl)], output, OPTIONS, workers=1, overwrite=True)
-    assert contents(output) == expected
+    assert (output / "train-notes.tokens").read_text() == "mine"
+    assert (output / "notes.tmp").read_text() == "mine, too"
+    assert {name: sha for name, sha in contents(output).items() if "notes" not in name} == expected
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "progress.json.tmp").write_text("{")  # the state after a kill at the very start
     prepare([str(jsonl)], tmp_path / "new", OPTIONS, workers=1)
     assert contents(tmp_path / "new") == expected
+
+
+def test_overwriting_an_unfinished_preparation(corpus, jsonl, tmp_path):
+    """Shards begun after progress.json was written are deleted as well."""
+    output = tmp_path / "data"
+    run_until_killed(corpus, output, syncs=10)
+    recorded = json.loads((output / PROGRESS).read_text())["writers"]
+    later = [path for path in output.glob("*-*.tokens") if path.stem not in json.dumps(recorded)]
+    assert later
+    (output / "train-notes.tokens").write_text("mine")
+    prepare([str(jsonl)], output, OPTIONS, workers=1, overwrite=True)
+    expected = tmp_path / "expected"
+    prepare([str(jsonl)], expected, OPTIONS, workers=1)
+    (output / "train-notes.tokens").unlink()
+    assert contents(output) == contents(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("manifest.json", '{"name": "a web app", "version": 1, "icons": []}'),
+        ("manifest.json", "[]"),
+        ("progress.json", '{"job": "rendering", "done": 0.7}'),
+        ("progress.json", "[" * 100_000),
+    ],
+)
+def test_files_of_others_are_kept(jsonl, tmp_path, name, content):
+    for path in (name, "tokenizer/tokenizer.json", "train-notes.tokens"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(content)
+    before = contents(tmp_path)
+    for flags in ({}, {"resume": True}, {"overwrite": True}):
+        with pytest.raises(DataError, match="contains files that calm prepare did not create"):
+            prepare([str(jsonl)], tmp_path, OPTIONS, workers=1, **flags)
+    assert contents(tmp_path) == before
+
+
+def test_a_temporary_file_of_others_is_kept(jsonl, tmp_path):
+    (tmp_path / "thesis.tmp").write_text("years of work")
+    with pytest.raises(DataError, match=r"did not create \(thesis.tmp\)"):
+        prepare([str(jsonl)], tmp_path, OPTIONS, workers=1)
+    assert (tmp_path / "thesis.tmp").read_text() == "years of work"
+
+
+def test_a_manifest_lists_no_files_elsewhere(jsonl, tmp_path):
+    """Names that are not those of shards are not deleted."""
+    output, other = tmp_path / "data", tmp_path / "other.tokens"
+    prepare([str(jsonl)], output, OPTIONS, workers=1)
+    other.write_text("mine")
+    manifest = json.loads((output / MANIFEST).read_text())
+    manifest["splits"]["train"]["shards"].append({"name": "../other"})
+    (output / MANIFEST).write_text(json.dumps(manifest))
+    prepare([str(jsonl)], output, OPTIONS, workers=1, overwrite=True)
+    assert other.read_text() == "mine"
 
 
 def test_concurrent_preparations_are_refused(corpus, tmp_path):

@@ -250,7 +250,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_bytes())
         version = manifest["version"]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is damaged ({error}); prepare the data again with --overwrite") from error
+        raise DataError(f"{path} is damaged ({error}); prepare the data again in another directory") from error
     if version != VERSION:
         raise DataError(
             f"{path} has version {version}, but this version of calm reads {VERSION}; prepare the data again"
