@@ -9,12 +9,13 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from calm.distributed import World
+from calm.errors import UserError
 from calm.train import checkpoint as module
 from calm.train.checkpoint import Checkpoints, damage, load
 
@@ -128,6 +129,7 @@ KILLED = """
 import os, pathlib, shutil, signal, sys
 import torch
 from calm.distributed import World
+from calm.errors import UserError
 from calm.train import checkpoint as module
 
 original = shutil.rmtree
@@ -172,3 +174,89 @@ def test_directories_without_a_valid_record_are_pruned(tmp_path, record):
     checkpoints.save(2, {"w": torch.ones(4)}, score=1.0)
     assert checkpoints.wait(), warnings
     assert names(tmp_path) == ["step-00000002"]
+
+
+def save_steps(directory, steps=(10, 20)) -> None:
+    checkpoints, _ = make_checkpoints(directory)
+    for step in steps:
+        checkpoints.save(step, {"w": torch.full((4,), float(step))}, score=1.5, skipped=[3, 0])
+        assert checkpoints.wait()
+    checkpoints.close()
+
+
+def change_record(path, **changes) -> None:
+    """Write other values into the record, or remove those that are None; its checksum stays."""
+    file = path / "checkpoint.json"
+    record = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({name: value for name, value in record.items() if value is not None}))
+
+
+def change_digit(path) -> None:
+    file = path / "checkpoint.json"
+    file.write_text(file.read_text().replace('"score": 1.5', '"score": 1.6'))
+
+
+def add_shard(path) -> None:
+    save_file({"w": torch.zeros(4)}, path / "shard-00000-model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("broken", "problem"),
+    [
+        (change_digit, "checkpoint.json: checksum mismatch"),
+        (lambda path: change_record(path, step=10, sha256=None), "checkpoint.json: its step is 10"),
+        (lambda path: change_record(path, step="20", sha256=None), "checkpoint.json: its step is '20'"),
+        (lambda path: change_record(path, files=None, sha256=None), "checkpoint.json: it lists no files"),
+        (lambda path: change_record(path, files=[1], sha256=None), "checkpoint.json: it lists no files"),
+        (lambda path: change_record(path, skipped=None, sha256=None), "checkpoint.json: its skipped steps are None"),
+        (lambda path: change_record(path, sha256=5), "checkpoint.json: checksum mismatch"),
+        (lambda path: (path / "checkpoint.json").write_text("[]"), "checkpoint.json: not an object"),
+        (lambda path: (path / "checkpoint.json").write_text("[" * 100_000), "maximum recursion depth exceeded"),
+        (lambda path: (path / "checkpoint.json").write_bytes(b"\xff"), "can't decode byte"),
+        (add_shard, "shard-00000-model.safetensors is not listed in checkpoint.json"),
+    ],
+)
+def test_damaged_records_and_unlisted_files(tmp_path, broken, problem):
+    """The checkpoint before it is used, also if the same step was damaged before."""
+    save_steps(tmp_path)
+    (tmp_path / "step-00000020.damaged").mkdir()
+    (tmp_path / "step-00000020.damaged" / "file").write_text("of the first time")
+    broken(tmp_path / "step-00000020")
+    checkpoints, warnings = make_checkpoints(tmp_path)
+    newest = checkpoints.newest()
+    assert newest is not None
+    path, record = newest
+    assert (path.name, record["step"], record["skipped"]) == ("step-00000010", 10, [3, 0])
+    (warning,) = warnings
+    assert problem in warning
+    assert names(tmp_path) == ["step-00000010", "step-00000020.damaged", "step-00000020.damaged-2"]
+
+
+def test_no_valid_checkpoint_is_an_error(tmp_path):
+    save_steps(tmp_path)
+    for path in tmp_path.iterdir():
+        change_digit(path)
+    checkpoints, warnings = make_checkpoints(tmp_path)
+    with pytest.raises(UserError, match="all checkpoints in .* are damaged, .*; restore one of them"):
+        checkpoints.newest()
+    assert len(warnings) == 2
+    assert checkpoints.newest() is None  # the next run starts from step 0
+    assert names(tmp_path) == ["step-00000010.damaged", "step-00000020.damaged"]
+
+
+def test_a_checkpoint_of_another_model_is_one_error(tmp_path):
+    save_steps(tmp_path)
+    for state in ({"w": torch.zeros(5)}, {"v": torch.zeros(4)}):
+        with pytest.raises(UserError, match="step-00000020 does not fit the model"):
+            load(tmp_path / "step-00000020", state, ONE_PROCESS)
+
+
+def test_directories_of_others_are_no_checkpoints(tmp_path):
+    (tmp_path / "step-original").mkdir()
+    (tmp_path / "step-original" / "notes").write_text("mine")
+    checkpoints, _ = make_checkpoints(tmp_path, keep=1)
+    assert checkpoints.newest() is None
+    for step in (1, 2):
+        checkpoints.save(step, {"w": torch.ones(4)}, score=1.0 * step)
+        assert checkpoints.wait()
+    assert names(tmp_path) == ["step-00000002", "step-original"]

@@ -3,18 +3,21 @@
     RUN/checkpoints/step-00001000/
       shard-*.safetensors    parameters and optimizer state, saved by torch.distributed.checkpoint and loadable with
                              any number of processes
-      checkpoint.json        step, score, configuration, versions, SHA-256 of the shards; written last
+      checkpoint.json        step, score, configuration, versions, SHA-256 of the shards and of itself; written last
 
 All random numbers of a run derive from its seed, the step and the row, so there is no generator state to save.
 """
 
+import hashlib
 import json
 import platform
 import shutil
 import subprocess
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from calm import __version__
 from calm.distributed import World
+from calm.errors import UserError, one_line
 from calm.files import sha256_of, sync, write_json
 
 RECORD = "checkpoint.json"
@@ -82,16 +86,21 @@ class Checkpoints:
                 for path in directory.glob(f"*{suffix}"):
                     shutil.rmtree(path)
 
-    def save(self, step: int, state: dict[str, Tensor], **extra: Any) -> None:
+    def save(
+        self, step: int, state: dict[str, Tensor], *, score: float | None = None, skipped: Sequence[int] = (0, 0)
+    ) -> None:
         """Start saving a checkpoint. The state is copied immediately and written in the background.
 
         The copy is in CPU memory: the writing thread has its own current CUDA device and stream, so it must not touch
         tensors of a GPU.
 
-        `extra` is stored in checkpoint.json. The best checkpoint is the one with the largest `score`.
+        Args:
+            score: the best checkpoint is the one with the largest.
+            skipped: steps that were skipped, in all and in a row.
         """
         self.wait()
         copy = {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
+        extra = {"score": score, "skipped": list(skipped)}
         self._pending = self._thread.submit(self._write, step, copy, extra)
 
     def wait(self) -> bool:
@@ -120,7 +129,7 @@ class Checkpoints:
                 **extra,
                 **self.record,
             }
-            write_json(temporary / RECORD, record)
+            write_json(temporary / RECORD, {**record, "sha256": _digest(record)})
             if final.exists():
                 _remove(final)
             temporary.rename(final)
@@ -167,19 +176,26 @@ class Checkpoints:
 
     def paths(self) -> list[Path]:
         """Checkpoint directories in order of their steps."""
-        return sorted(self.directory.glob("step-????????"))
+        return checkpoint_paths(self.directory)
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
         """Return the path and record of the newest valid checkpoint. Damaged ones are reported and renamed."""
-        newest = None
+        found = newest = None
         for path in reversed(self.paths()) if self.world.is_main else []:
+            found = path
             if problem := damage(path):
                 self.warn(f"checkpoint {path} is damaged ({problem}); trying the previous one")
-                path.rename(path.with_name(path.name + DAMAGED))
+                path.rename(_unused(path.with_name(path.name + DAMAGED)))
                 continue
             newest = path, json.loads((path / RECORD).read_bytes())
             break
-        return self.world.broadcast(newest)
+        found, newest = self.world.broadcast((found, newest))
+        if found and not newest:
+            raise UserError(
+                f"all checkpoints in {self.directory} are damaged, and are now named *{DAMAGED}; restore one of them, "
+                "or run again with --resume to start from step 0"
+            )
+        return newest
 
     def close(self) -> None:
         """Wait for the pending write, without collectives: other processes may have exited."""
@@ -194,6 +210,11 @@ def _remove(path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
     shutil.rmtree(aside)
+
+
+def _unused(path: Path) -> Path:
+    """This path, or one with a number, that does not exist."""
+    return next(p for n in count(1) if not (p := path if n == 1 else path.with_name(f"{path.name}-{n}")).exists())
 
 
 def _cause(error: BaseException) -> str:
@@ -218,14 +239,24 @@ def _file_numbers(state: dict[str, Tensor]) -> dict[str, int]:
     return numbers
 
 
+def checkpoint_paths(directory: Path) -> list[Path]:
+    """The checkpoints of a run, in order of their steps."""
+    return sorted(directory.glob(f"step-{'[0-9]' * 8}"))
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, from the name of its directory."""
+    return int(path.name.removeprefix("step-"))
+
+
 def older_version(directory: Path) -> str | None:
     """The version that wrote the checkpoints of a run, if this version cannot resume them."""
-    for path in sorted(directory.glob(f"step-????????/{RECORD}")):
+    for path in checkpoint_paths(directory):
         try:
-            version = str(json.loads(path.read_bytes())["versions"]["calm"])
+            version = str(json.loads((path / RECORD).read_bytes())["versions"]["calm"])
             if tuple(map(int, version.split(".")[:2])) < OLDEST_RESUMABLE:
                 return version
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue  # damaged: `newest` reports it
     return None
 
@@ -233,21 +264,52 @@ def older_version(directory: Path) -> str | None:
 def damage(path: Path) -> str | None:
     """Verify a checkpoint. Returns a description of the damage, or None if it is valid."""
     try:
-        files = json.loads((path / RECORD).read_bytes())["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{RECORD}: {error}"
-    for name, checksum in files.items():
-        if not (path / name).exists():
-            return f"{name} is missing"
-        if sha256_of(path / name) != checksum:
-            return f"checksum mismatch in {name}"
+        record = json.loads((path / RECORD).read_bytes())
+        if problem := _record_problem(record, path):
+            return f"{RECORD}: {problem}"
+        for name, checksum in record["files"].items():
+            if not (path / name).exists():
+                return f"{name} is missing"
+            if sha256_of(path / name) != checksum:
+                return f"checksum mismatch in {name}"
+        # Every such file would be loaded.
+        unlisted = sorted({file.name for file in path.iterdir() if file.suffix == ".safetensors"} - {*record["files"]})
+    except (OSError, ValueError, RecursionError) as error:
+        return one_line(error)
+    return f"{unlisted[0]} is not listed in {RECORD}" if unlisted else None
+
+
+def _record_problem(record: Any, path: Path) -> str | None:
+    """What is wrong with the record of a checkpoint, or None."""
+    if not isinstance(record, dict):
+        return "not an object"
+    if "sha256" in record and record["sha256"] != _digest(record):  # those of early 0.2.0.dev0 have none
+        return "checksum mismatch"
+    if type(record.get("step")) is not int or record["step"] != step_of(path):
+        return f"its step is {record.get('step')!r:.40}"
+    files, skipped = record.get("files"), record.get("skipped")
+    if not isinstance(files, dict) or not all(isinstance(checksum, str) for checksum in files.values()):
+        return "it lists no files"
+    if not (isinstance(skipped, list) and [type(number) for number in skipped] == [int, int]):
+        return f"its skipped steps are {skipped!r:.40}"
     return None
+
+
+def _digest(record: dict[str, Any]) -> str:
+    """SHA-256 of a record, without its own checksum."""
+    content = {name: value for name, value in record.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def load(path: Path, state: dict[str, Tensor], world: World) -> None:
     """Load a checkpoint into the tensors of `state`, in place."""
     reader = HuggingFaceStorageReader(str(path))
-    load_state(cast(Any, state), storage_reader=reader, process_group=world.saving, no_dist=world.size == 1)
+    try:
+        load_state(cast(Any, state), storage_reader=reader, process_group=world.saving, no_dist=world.size == 1)
+    except (Exception, CheckpointException) as error:  # its tensors are not those of the model
+        raise UserError(
+            f"checkpoint {path} does not fit the model ({_cause(error)}); move it away and run again with --resume"
+        ) from error
 
 
 def _save(state: dict[str, Tensor], path: Path, world: World) -> None:
