@@ -309,6 +309,34 @@ def test_runs_of_older_versions_are_refused(recipe, tmp_path):
         train(settings(recipe, "train.steps=4"), tmp_path / "run", resume=True)
 
 
+def test_fewer_steps_than_done_are_refused(recipe, tmp_path):
+    train(settings(recipe, "train.steps=4"), tmp_path / "run")
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    with pytest.raises(UserError, match="has done 4 steps, but train.steps is 3; set it to at least 4"):
+        train(settings(recipe, "train.steps=3"), tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
+
+
+def test_damaged_metrics_and_linked_model_directories(recipe, tmp_path):
+    """Damaged lines are left out; links are replaced, and what they link to is kept."""
+    output = tmp_path / "run"
+    train(settings(recipe, "train.steps=3"), output)
+    lines = (output / "metrics.jsonl").read_bytes().splitlines()
+    (output / "metrics.jsonl").write_bytes(b"\n".join([lines[0], b"\xff\xfe", b"[1]", b"{}", *lines[1:], lines[0][:9]]))
+    for name in ("model", "model.writing"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("of others")
+    shutil.rmtree(output / "model")
+    (output / "model").symlink_to(tmp_path / "model")
+    (output / "model.writing").symlink_to(tmp_path / "model.writing")
+    train(settings(recipe, "train.steps=4"), output, resume=True)
+    assert sorted(metrics(output)) == [1, 2, 3, 4]
+    assert (output / "model" / "model.safetensors").exists()
+    assert not (output / "model").is_symlink()
+    for name in ("model", "model.writing"):
+        assert [path.name for path in (tmp_path / name).iterdir()] == ["weights"]
+
+
 def test_datasets_with_different_tokenizers(recipe, jsonl, tmp_path):
     from calm.data.prepare import prepare
     from calm.data.workers import PrepareOptions

@@ -32,7 +32,7 @@ from calm.distributed import World, process_group
 from calm.errors import ConfigError, UserError
 from calm.files import TEMPORARY, locked_directory, write_json
 from calm.seeds import SeedStream, torch_seed
-from calm.train.checkpoint import Checkpoints, load, older_version, state_of, versions
+from calm.train.checkpoint import Checkpoints, checkpoint_paths, load, older_version, state_of, step_of, versions
 from calm.train.distributed import shard
 from calm.train.optimizer import adamw, learning_rate
 from calm.train.speed import Speed
@@ -104,6 +104,12 @@ def _conflict(config: RunConfig, output: Path, resume: bool) -> str | None:
         different = [name for name in RunConfig.model_fields if getattr(before, name) != getattr(config, name)]
         if other := [name for name in different if name != "train"]:
             return f"{output} holds another run: it differs in {', '.join(other)}; only train.* may change on --resume"
+        done = max(map(step_of, checkpoint_paths(output / CHECKPOINTS)), default=0)
+        if done > config.train.steps:
+            return (
+                f"{output} has done {done} steps, but train.steps is {config.train.steps}; set it to at least {done}, "
+                "or choose another directory"
+            )
     return None
 
 
@@ -285,7 +291,7 @@ class _Run:
         }
         if self.world.is_main:
             model, unfinished = self.output / "model", self.output / "model.writing"
-            shutil.rmtree(unfinished, ignore_errors=True)
+            _remove(unfinished)
             save_model(self.stage.model, unfinished, weights)
             self.stage.save_extras(unfinished)
             date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -296,7 +302,7 @@ class _Run:
                 "config": self.config.model_dump(mode="json"),
             }
             write_json(unfinished / "run.json", run)  # a copied model keeps its provenance
-            shutil.rmtree(model, ignore_errors=True)
+            _remove(model)
             unfinished.rename(model)
             write_json(self.output / "run.json", run)
             plot_losses(self.output)
@@ -323,6 +329,14 @@ class _Run:
                 f"about {needed / 1e9:.1f} GB will be needed and {free / 1e9:.1f} GB are free; a larger "
                 "train.accumulation or a smaller data.batch_size needs less"
             )
+
+
+def _remove(path: Path) -> None:
+    """Delete a directory, or a link to one but not its target, if it exists."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def optimize_for_cpu(model: Any) -> None:

@@ -85,21 +85,21 @@ def _wandb(directory: Path, config: dict[str, Any]) -> Any:
 
 
 def _truncate_metrics(path: Path, step: int) -> None:
-    """Remove the metrics of steps after `step`, which will be repeated, and an incomplete last line."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text("utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except ValueError:
-            break
-    write_atomic(path, "".join(kept).encode())
+    """Remove the metrics of steps after `step`, which will be repeated, and damaged lines."""
+    if path.exists():
+        kept = [json.dumps(metrics) + "\n" for metrics in read_metrics(path) if metrics["step"] <= step]
+        write_atomic(path, "".join(kept).encode())
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    """The metrics of a run, without damaged lines."""
+    metrics = []
+    for line in path.read_bytes().splitlines():
+        with suppress(ValueError, RecursionError):
+            values = json.loads(line)
+            if isinstance(values, dict) and type(values.get("step")) is int:
+                metrics.append(values)
+    return metrics
 
 
 def plot_losses(directory: Path) -> None:
