@@ -1,6 +1,8 @@
 """Model directories: models read without transformers equal those of transformers; errors of broken directories."""
 
+import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from calm import cpu
 from calm.checkpoint import load_calm, load_language_model, read_weights, resolve_model_dir, save_model
+from calm.data.tokenizer import load_tokenizer
 from calm.errors import UserError
 from calm.generate.engine import Engine, Sequence
 from calm.generate.sampler import SamplingParams
@@ -18,7 +21,7 @@ from calm.generate.text import TextGenerator
 from calm.hf import CalmForCausalLM, HFBackbone
 from calm.llama import Llama
 from calm.model import Calm, PlainCalmConfig
-from tests.generate.conftest import BACKBONE, EOS, PAD, build_hf_model
+from tests.generate.conftest import BACKBONE, EOS, GPT2, PAD, build_hf_model
 
 PARAMS = [SamplingParams(), SamplingParams(0.5, 20, "token"), SamplingParams(0.7, 5, "mixture")]
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
@@ -177,9 +180,47 @@ def truncate_config(directory: Path) -> None:
     (directory / "config.json").write_text("{")
 
 
+def set_nan(directory: Path) -> None:
+    weights = load_file(directory / "model.safetensors")
+    weights["backbone.layers.1.mlp.down_proj.weight"][3, 4] = torch.nan
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+
+
+def set_infinity(directory: Path) -> None:
+    weights = load_file(directory / "model.safetensors")
+    weights["backbone.norm.weight"][0] = -torch.inf
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+
+
+def many_layers(part: str | None, name: str) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        fields = json.loads((directory / "config.json").read_text())
+        (fields[part] if part else fields)[name] = 10**8
+        (directory / "config.json").write_text(json.dumps(fields))
+
+    return change
+
+
+def shard_elsewhere(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory.parent / "secret.safetensors")
+    index = {"metadata": {}, "weight_map": {"backbone.norm.weight": "../secret.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def list_of_shards(directory: Path) -> None:
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": ["model.safetensors"]}')
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (set_nan, "are not finite: backbone.layers.1.mlp.down_proj.weight has NaN or infinite values; use another"),
+        (set_infinity, "are not finite: backbone.norm.weight has NaN or infinite values"),
+        (many_layers("backbone_config", "num_hidden_layers"), "num_hidden_layers is 100,000,000, but there are"),
+        (many_layers("autoencoder_config", "num_decoder_layers"), "num_decoder_layers is 100,000,000, but there are"),
+        (many_layers(None, "num_head_layers"), "num_head_layers is 100,000,000, but there are"),
+        (shard_elsewhere, r"should name files in its directory, not '\.\./secret.safetensors'"),
+        (list_of_shards, r"should name files in its directory, not \['model.safetensors'\]"),
         (remove_weight, "do not fit their config.json: backbone.layers.1.mlp.down_proj.weight$"),
         (add_weight, "do not fit their config.json: extra.weight$"),
         (truncate_weights, "model.safetensors cannot be read"),
@@ -191,6 +232,7 @@ def truncate_config(directory: Path) -> None:
     ],
 )
 def test_broken_directories_are_described_in_one_line(tmp_path, damage, message):
+    tmp_path /= "model"
     build_hf_model(2).save_pretrained(tmp_path)
     damage(tmp_path)
     for load in (load_calm, load_language_model, TextGenerator):
@@ -198,6 +240,50 @@ def test_broken_directories_are_described_in_one_line(tmp_path, damage, message)
             load(tmp_path)
         assert str(tmp_path) in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_other_transformers_are_checked_before_they_are_built(tmp_path):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**GPT2, vocab_size=40))
+    model.save_pretrained(tmp_path / "nan")
+    weights = load_file(tmp_path / "nan" / "model.safetensors")
+    weights["transformer.h.1.ln_1.bias"][0] = torch.nan
+    save_file(weights, tmp_path / "nan" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"are not finite: transformer.h.1.ln_1.bias has NaN"):
+        load_language_model(tmp_path / "nan")
+    model.save_pretrained(tmp_path / "layers")
+    many_layers(None, "n_layer")(tmp_path / "layers")
+    with pytest.raises(UserError, match="n_layer is 100,000,000, but there are"):
+        load_language_model(tmp_path / "layers")
+    model.save_pretrained(tmp_path / "index")
+    shard_elsewhere(tmp_path / "index")
+    with pytest.raises(UserError, match="should name files in its directory"):
+        load_language_model(tmp_path / "index")
+
+
+def test_large_finite_weights_are_loaded(tmp_path):
+    """Their sum is infinite in fp32."""
+    build_hf_model(2).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["backbone.norm.weight"].fill_(3e38)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    assert load_calm(tmp_path).backbone.norm.weight.min() > 1e38
+
+
+def test_code_in_a_directory_is_not_executed(tmp_path, monkeypatch, capsys):
+    """Without a question to the user, whose answer here would be yes."""
+    directory, marker = tmp_path / "model", tmp_path / "executed"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**GPT2, vocab_size=40)).save_pretrained(directory)
+    auto_map = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoTokenizer": ["code.T", None]}
+    fields = json.loads((directory / "config.json").read_text()) | {"model_type": "another", "auto_map": auto_map}
+    (directory / "config.json").write_text(json.dumps(fields))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto_map}))
+    (directory / "code.py").write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    for load, name in ((load_language_model, directory), (load_tokenizer, str(directory))):
+        with pytest.raises(UserError, match="contains custom code"):
+            load(name)
+    assert "[y/N]" not in capsys.readouterr().out
+    assert not marker.exists()
 
 
 def test_pickled_weights_are_read_without_executing_code(tmp_path):

@@ -5,7 +5,7 @@ directories raise a one-sentence `UserError`.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -111,6 +111,7 @@ def load_autoencoder(directory: Path) -> Autoencoder:
     _check_kind(directory, AutoencoderConfig.model_type)
     with _config_errors(directory):
         known, fields = AutoencoderConfig.model_fields, read_json(directory / CONFIG_FILE)
+        check_layers(fields, directory)
         with no_init():
             model = Autoencoder(AutoencoderConfig(**{name: fields[name] for name in known if name in fields}))
     return _load_weights(model, directory)
@@ -119,7 +120,9 @@ def load_autoencoder(directory: Path) -> Autoencoder:
 def load_calm(directory: Path) -> Calm:
     _check_kind(directory, PlainCalmConfig.model_type)
     with _config_errors(directory), no_init():
-        model = build_calm(read_json(directory / CONFIG_FILE))
+        fields = read_json(directory / CONFIG_FILE)
+        check_layers(fields, directory)
+        model = build_calm(fields)
     return _load_weights(model, directory)
 
 
@@ -143,6 +146,7 @@ def load_transformer(directory: Path) -> Any:
         from calm.hf import load_hf_transformer
 
         return load_hf_transformer(directory)
+    check_layers(fields, directory)
     with _config_errors(directory), no_init():
         model = Transformer(LlamaConfig(**fields))
     return _load_weights(model, directory)
@@ -190,32 +194,78 @@ def _load_weights(model: Any, directory: Path) -> Any:
     wrong += [name for name in expected if name in weights and expected[name].shape != weights[name].shape]
     if wrong:
         raise UserError(f"the weights in {directory} do not fit their config.json: {', '.join(wrong[:3])}")
+    check_finite(weights, directory)
     model.load_state_dict(weights, assign=not tied)
     return model.requires_grad_(True).eval()
 
 
-def read_weights(directory: Path) -> dict[str, Tensor]:
-    """A state dict in fp32, from one or more files: safetensors, or pickles, which are loaded with weights_only."""
+def check_layers(fields: dict[str, Any], directory: Path, tensors: int | None = None) -> None:
+    """Raise UserError if a config.json has more layers than there are tensors: building them would need all memory."""
+    tensors = sum(map(_count_tensors, weight_files(directory))) if tensors is None else tensors
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            check_layers(value, directory, tensors)
+        elif name.endswith(("layer", "layers")) and isinstance(value, int) and value > tensors:
+            raise UserError(
+                f"the weights in {directory} do not fit their config.json: {name} is {value:,}, but there are only "
+                f"{tensors:,} tensors"
+            )
+
+
+def check_finite(weights: Mapping[str, Tensor], directory: Path) -> None:
+    """Raise UserError if a weight is NaN or infinite: the model would generate meaningless text."""
+    for name, value in weights.items():
+        # The sum takes a tenth of the time of `isfinite`; that of finite numbers may overflow.
+        if value.is_floating_point() and not value.sum().isfinite() and not value.isfinite().all():
+            raise UserError(
+                f"the weights in {directory} are not finite: {name} has NaN or infinite values; use another checkpoint "
+                "of the run, or download the model again"
+            )
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The weight files of a directory."""
     for name in WEIGHT_FILES:
         if (index := directory / f"{name}.index.json").exists():
-            shards = sorted(set(field_of(read_json(index), "weight_map", directory).values()))
-        elif (directory / name).exists():
-            shards = [name]
-        else:
-            continue
-        weights: dict[str, Tensor] = {}
-        for shard in shards:
-            weights |= _read_file(directory / Path(shard).name)
-        return weights
+            weight_map = field_of(read_json(index), "weight_map", index)
+            shards = list(weight_map.values()) if isinstance(weight_map, dict) else [weight_map]
+            for shard in shards:
+                if not isinstance(shard, str) or Path(shard).name != shard:
+                    raise UserError(f"{index} should name files in its directory, not {shard!r:.100}")
+            return [directory / shard for shard in sorted(set(shards))]
+        if (directory / name).exists():
+            return [directory / name]
     raise UserError(f"{directory} holds no weights: neither {' nor '.join(WEIGHT_FILES)}")
 
 
-def _read_file(path: Path) -> dict[str, Tensor]:
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """A state dict in fp32, from one or more files: safetensors, or pickles, which are loaded with weights_only."""
+    weights: dict[str, Tensor] = {}
+    for path in weight_files(directory):
+        weights |= _read_file(path)
+    return weights
+
+
+def _count_tensors(path: Path) -> int:
+    if path.suffix != ".safetensors":
+        return len(_read_file(path))
+    with _file_errors(path), safe_open(path, "pt") as file:
+        return len(file.keys())
+
+
+@contextmanager
+def _file_errors(path: Path) -> Iterator[None]:
+    """Convert errors caused by a weight file to `UserError`."""
     try:
-        is_safetensors = path.suffix == ".safetensors"
-        weights = load_file(path) if is_safetensors else torch.load(path, map_location="cpu", weights_only=True)
+        yield
     except (OSError, SafetensorError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from error
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    with _file_errors(path):
+        is_safetensors = path.suffix == ".safetensors"
+        weights = load_file(path) if is_safetensors else torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UserError(f"{path} is not a state dict of tensors")
     return {name: value.float() for name, value in weights.items()}

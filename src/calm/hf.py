@@ -21,7 +21,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.generic import ModelOutput
 
 from calm.autoencoder import Autoencoder, AutoencoderConfig, chunk_mask
-from calm.checkpoint import KINDS, RENAMED_WEIGHTS, model_type, write_card
+from calm.checkpoint import (
+    CONFIG_FILE,
+    KINDS,
+    RENAMED_WEIGHTS,
+    check_finite,
+    check_layers,
+    model_type,
+    read_json,
+    write_card,
+)
 from calm.errors import CalmWarning, ConfigError, UserError, did_you_mean, one_line
 from calm.heads.softmax import SoftmaxHead
 from calm.kv_cache import KVCache
@@ -268,7 +277,7 @@ def build_transformer(auto_class: Any, config: PretrainedConfig) -> Any:
     """A new causal model; `auto_class` is AutoModel or AutoModelForCausalLM."""
     kind = config.model_type
     try:
-        model = auto_class.from_config(config)
+        model = auto_class.from_config(config, trust_remote_code=False)
         model.get_input_embeddings()
     except Exception as error:  # transformers raises errors of many types for an invalid config
         raise ConfigError(f"a backbone {kind!r} cannot be built: {one_line(error)}") from error
@@ -306,14 +315,20 @@ def load_backbone(directory: Path, vocab_size: int) -> Any:
 
 
 def _from_pretrained(directory: Path, cls: Any, unexpected_allowed: bool = False) -> Any:
-    """Load a model in fp32; missing, mismatched and, unless allowed, unexpected weights are an error."""
+    """Load a model in fp32; missing, mismatched and, unless allowed, unexpected weights are an error.
+
+    Code in the directory is not executed, and the user is not asked whether to.
+    """
+    check_layers(read_json(directory / CONFIG_FILE), directory)
+    options = {"dtype": torch.float32, "output_loading_info": True, "trust_remote_code": False}
     try:
-        model, info = cls.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+        model, info = cls.from_pretrained(directory, **options)
     except Exception as error:  # transformers and safetensors raise errors of many types for a broken directory
         raise UserError(f"the model in {directory} cannot be read: {one_line(error)}") from error
     kinds = ("missing_keys", "mismatched_keys", *(() if unexpected_allowed else ("unexpected_keys",)))
     if wrong := [name for kind in kinds for name in info[kind]]:
         raise UserError(f"the weights in {directory} do not fit their config.json: {', '.join(map(str, wrong[:3]))}")
+    check_finite(dict(model.named_parameters()), directory)
     return model
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from calm.autoencoder import Autoencoder, AutoencoderConfig
-from calm.checkpoint import field_of, no_init, read_json, read_weights, save_model
+from calm.checkpoint import check_layers, field_of, no_init, read_json, read_weights, save_model
 from calm.data.tokenizer import Tokenizer, load_tokenizer
 from calm.errors import UserError, one_line
 from calm.files import locked_directory, write_json
@@ -75,6 +75,7 @@ DENOISER = [
 
 def import_autoencoder(directory: Path) -> Autoencoder:
     fields = _read_config(directory)
+    check_layers(fields, directory)
     config = _autoencoder_config(fields, directory)
     weights = _autoencoder_weights(read_weights(directory), fields, config)
     return _filled(Autoencoder, config, weights, directory)
@@ -82,6 +83,7 @@ def import_autoencoder(directory: Path) -> Autoencoder:
 
 def import_language_model(directory: Path, autoencoder: Path) -> Calm:
     fields, weights, inner_fields = _read_config(directory), read_weights(directory), _read_config(autoencoder)
+    check_layers({"model": fields, "autoencoder": inner_fields}, directory, len(weights))
     inner = _autoencoder_config(inner_fields, autoencoder)
     _check_agreement(fields, inner, directory, autoencoder)
     head = _head(fields, weights, inner.latent_size, directory)

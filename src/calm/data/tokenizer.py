@@ -190,7 +190,7 @@ def _load_hub(name: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        loaded: Any = AutoTokenizer.from_pretrained(name, use_fast=True)
+        loaded: Any = AutoTokenizer.from_pretrained(name, use_fast=True, trust_remote_code=False)
         backend = loaded.backend_tokenizer
     except Exception as error:
         raise DataError(
