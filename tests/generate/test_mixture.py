@@ -56,6 +56,15 @@ def test_logits_processor():
         assert processor(p.log())[0].tolist() == pytest.approx(expected), processor
 
 
+@pytest.mark.parametrize("temperature", [1e-9, 1e-310, 5e-324])
+def test_tiny_temperatures_choose_the_most_probable_token(temperature):
+    """1e-310 is too small for its reciprocal, and every logit but 0 divided by it is infinite."""
+    p = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.0, 0.0, 0.0, 1.0]]).double()
+    one = LogitsProcessor(temperature)
+    for processor in (one, LogitsProcessor.concat([one, LogitsProcessor(temperature, top_k=3)])):
+        assert processor(p.log()).tolist() == [[0, 1, 0, 0], [0, 0, 0, 1]]
+
+
 @pytest.mark.parametrize(
     "invalid",
     [{"temperature": 0}, {"temperature": math.nan}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -1}],

@@ -63,7 +63,9 @@ class LogitsProcessor:
 
     def __call__(self, log_probs: Tensor) -> Tensor:
         """Log-probabilities or logits (B, V) → normalized probabilities (B, V), in fp64."""
-        p = (log_probs.double() / self.temperature).softmax(-1)
+        logits = log_probs.double()
+        logits = logits - logits.amax(-1, keepdim=True)  # the largest is 0, so that T = 1e-310 is argmax and not NaN
+        p = (logits / self.temperature).softmax(-1)
         if self.top_k is self.top_p is self.min_p is None:
             return p
         if self.top_k is not None or self.top_p is not None:
