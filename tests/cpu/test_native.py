@@ -6,9 +6,11 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from functools import lru_cache
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -274,6 +276,30 @@ def test_broken_compiler(kind, cache, tmp_path, monkeypatch):
     monkeypatch.setenv("CC", fake_compiler(tmp_path / "cc", BROKEN[kind]))
     assert not load()
     assert not any(path.is_dir() for path in cache.iterdir())  # no temporary directory is left
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process ends in the next seconds."""
+    for _ in range(200):
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.05)
+    psutil.Process(pid).kill()
+    return False
+
+
+@pytest.mark.parametrize("end", ["wait", "kill -9 $$", "exit 1"])
+def test_children_of_a_compiler_do_not_outlive_it(end, cache, tmp_path, monkeypatch):
+    """It takes too long, is killed, or fails."""
+    monkeypatch.setattr(native, "COMPILER_TIMEOUT", 2 if end == "wait" else 60)
+    pid = tmp_path / "pid"
+    monkeypatch.setenv("CC", fake_compiler(tmp_path / "cc", f'sleep 600 &\necho $! > "{pid}"\n{end}'))
+    assert not load()
+    assert has_ended(int(pid.read_text()))
+    assert not any(path.is_dir() for path in cache.iterdir())
 
 
 def logits_of(model: Transformer) -> torch.Tensor:

@@ -9,10 +9,12 @@ import hashlib
 import os
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -100,7 +102,17 @@ def _is_whole(path: Path) -> bool:
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=COMPILER_TIMEOUT)
+    """Run a command. If it fails, is killed, or takes too long, the processes that it has started are killed."""
+    none = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=none, stdout=none, stderr=none, start_new_session=True)
+    try:
+        if code := process.wait(COMPILER_TIMEOUT):
+            raise subprocess.CalledProcessError(code, command)
+    except BaseException:
+        with suppress(ProcessLookupError):  # none is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
 
 
 def supports(*weights: Tensor) -> bool:
