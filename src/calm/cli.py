@@ -132,6 +132,10 @@ def prepare(
         int, typer.Option(help="Split long .txt files at the first blank line after this many bytes.")
     ] = 32_768,
     shard_tokens: Annotated[int, typer.Option(help="Tokens per shard.")] = 2**26,
+    max_document_bytes: Annotated[
+        int,
+        typer.Option(help="Largest document: a line, JSON value, or table cell. See --on-bad-document."),
+    ] = 2**24,
     shard: Annotated[
         str | None,
         typer.Option(
@@ -141,7 +145,7 @@ def prepare(
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Number of worker processes. Default: one per CPU core.")] = None,
     on_bad_document: Annotated[
-        Literal["fail", "skip"], typer.Option(help="How to handle a document that cannot be decoded.")
+        Literal["fail", "skip"], typer.Option(help="How to handle a document that cannot be decoded or is too large.")
     ] = "fail",
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -157,7 +161,9 @@ def prepare(
 
     if resume and overwrite:
         raise UserError("--resume and --overwrite are mutually exclusive; give one of them")
-    options = PrepareOptions(tokenizer, text_field, validation_share, test_share, document_size, shard_tokens)
+    options = PrepareOptions(
+        tokenizer, text_field, validation_share, test_share, document_size, shard_tokens, max_document_bytes
+    )
     with console.preparation_progress() as report:
         manifest = run(
             sources,

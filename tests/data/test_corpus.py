@@ -1,7 +1,11 @@
 """Reading documents from sources: file formats, compression and invalid input."""
 
+import contextlib
 import gzip
 import json
+import subprocess
+import sys
+import zlib
 
 import numpy as np
 import pytest
@@ -194,3 +198,104 @@ def test_split_depends_only_on_the_text_and_matches_the_shares():
     # A document stays in the validation split when its share increases.
     larger = [split_of(f"document {i}", 0.3, 0.2) for i in range(10_000)]
     assert all(new == "validation" for old, new in zip(splits, larger, strict=True) if old == "validation")
+
+
+MEASURE = """
+import re, sys
+from pathlib import Path
+from calm.data.corpus import BadDocument, documents, open_sources
+
+def memory(name):
+    return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
+
+if sys.argv[1].partition(".")[2].startswith("parquet"):
+    import pyarrow.parquet
+before = memory("VmRSS")
+for block in open_sources([sys.argv[1]])[0].blocks():
+    for text in documents(block):
+        print(f"bad: {text.reason}" if isinstance(text, BadDocument) else f"good: {len(text)}")
+print(memory("VmHWM") - before)
+"""
+
+
+def read_with_memory(path) -> tuple[list[str], float]:
+    """The documents of a file, read in another process, and the memory that it took in MB."""
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    *found, memory = done.stdout.splitlines()
+    return found, float(memory)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_decompression_bombs(tmp_path, suffix):
+    """400 MB in one line; the documents around it are read."""
+    path, x = tmp_path / f"a.jsonl{suffix}", b"x" * 10**6
+    if suffix == ".zst":
+        compressor = pytest.importorskip("zstandard").ZstdCompressor().compressobj()
+    else:
+        compressor = zlib.compressobj(wbits=31)
+    parts = [compressor.compress(part) for part in (b'{"text": "a"}\n', *[x] * 400, b'\n{"text": "bc"}\n')]
+    path.write_bytes(b"".join([*parts, compressor.flush()]))
+    assert path.stat().st_size < 500_000
+    found, memory = read_with_memory(path)
+    limit = "larger than 16,777,216 bytes; raise the limit with --max-document-bytes"
+    assert found == ["good: 1", f"bad: {path}, line 2: {limit}", "good: 2"]
+    assert memory < 120
+
+
+def test_parquet_bomb(tmp_path):
+    """A file of a few hundred bytes with 4 MB in each of 300 rows."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    indices = arrow.array([0] * 300, arrow.int32())
+    table = arrow.table({"text": arrow.DictionaryArray.from_arrays(indices, arrow.array(["x" * 4_000_000]))})
+    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd", store_schema=False)
+    assert (tmp_path / "a.parquet").stat().st_size < 1000
+    found, memory = read_with_memory(tmp_path / "a.parquet")
+    assert found == ["good: 4000000"] * 300
+    assert memory < 150
+
+
+@pytest.mark.parametrize("file_format", ["jsonl", "json", "parquet", "txt"])
+@pytest.mark.parametrize("limit", [40, 10_000])
+def test_documents_above_the_limit(tmp_path, file_format, limit, monkeypatch):
+    """They are counted in bytes, not in characters, and the documents after them are read."""
+    monkeypatch.setattr(readers, "BLOCK_SIZE", 1000)
+    texts = ["first", "é" * (limit // 2 - 10), "é" * (limit // 2 + 1), "last", "z" * (3 * limit), "end"]
+    path = tmp_path / f"a.{file_format}"
+    if file_format == "parquet":
+        arrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.table({"text": texts}), path)
+    elif file_format == "txt":
+        path.write_text(texts[-2])
+    elif file_format == "json":
+        path.write_text(json.dumps(texts, ensure_ascii=False))
+    else:
+        path.write_text("".join(json.dumps(text, ensure_ascii=False) + "\n" for text in texts))
+    (source,) = open_sources([str(path)], document_size=2 * limit, max_document_bytes=limit)
+    found: list = []
+    with contextlib.suppress(DataError):
+        for block in source.blocks():
+            found += documents(block, max_document_bytes=limit)
+    problem = f"larger than {limit:,} bytes; raise the limit with --max-document-bytes"
+    if file_format == "txt":
+        assert found == [BadDocument(f"{path}, document 1: {problem}")]
+        return
+    unit = "line" if file_format == "jsonl" else "document"
+    bad = [BadDocument(f"{path}, {unit} {number}: {problem}") for number in (3, 5)]
+    expected = [*texts[:2], bad[0], "last", bad[1], "end"]
+    assert found == expected[: 4 if (file_format, limit) == ("json", 10_000) else 6]  # see the next test
+
+
+def test_a_json_document_that_does_not_end_within_the_limit(tmp_path):
+    """Later documents cannot be located."""
+    (tmp_path / "a.json").write_text(json.dumps(["first", "z" * 5_000_000]))
+    (source,) = open_sources([str(tmp_path / "a.json")], max_document_bytes=1_000_000)
+    with pytest.raises(DataError, match="document 2: larger than 1,000,000 bytes; .* or invalid JSON; skip the rest"):
+        list(source.blocks())
+
+
+def test_json_values_are_grouped_by_their_size(tmp_path):
+    """Lists have a size, too: a block is a few megabytes at most."""
+    (tmp_path / "a.json").write_text(json.dumps([[0] * 50_000] * 40))
+    (source,) = open_sources([str(tmp_path / "a.json")])
+    assert [len(block.values) for block in source.blocks()] == [7, 7, 7, 7, 7, 5]

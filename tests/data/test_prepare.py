@@ -335,6 +335,30 @@ def test_truncated_gzip_fails_or_is_read_up_to_the_damage(corpus, tmp_path):
     assert manifest["splits"]["train"]["documents"] > 500
 
 
+def test_documents_above_the_limit_fail_or_are_skipped(calm, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(text) + "\n" for text in ("good words", "x" * 99, "more good words")))
+    command = ["prepare", path, "--tokenizer", "bpe:260", "--output", tmp_path / "data", "--max-document-bytes", "100"]
+    done = calm(*command, "--workers", "1")
+    assert done.returncode == 2
+    assert "line 2: larger than 100 bytes; raise the limit with --max-document-bytes; skip such doc" in done.stderr
+    done = calm(*command, "--workers", "1", "--on-bad-document", "skip", "--json")
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads(done.stdout)
+    assert manifest["skipped_documents"] == 1
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 2
+    assert manifest["options"]["max_document_bytes"] == 100
+
+
+def test_complete_data_of_earlier_versions_need_not_be_prepared_again(jsonl, prepared, tmp_path):
+    """Their manifests have no max_document_bytes."""
+    copy = copy_of(prepared, tmp_path)
+    manifest = json.loads((copy / MANIFEST).read_text())
+    del manifest["options"]["max_document_bytes"]
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    assert prepare([str(jsonl)], copy, OPTIONS, resume=True) == manifest
+
+
 @pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n'])
 def test_empty_sources(tmp_path, content):
     (tmp_path / "a.jsonl").write_text(content)
@@ -449,6 +473,7 @@ def test_wrong_tokenizer_and_damaged_manifests(prepared, tmp_path):
         ({"validation_share": -0.1}, "must not be negative"),
         ({"shard_tokens": 0}, "shard_tokens must be at least 1"),
         ({"document_size": 3}, "document_size must be at least 4"),
+        ({"max_document_bytes": 0}, "max_document_bytes must be at least 1"),
     ],
 )
 def test_invalid_options(options, message):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from calm.data import readers
-from calm.data.readers import COMPRESSIONS, Block, DamagedSource
+from calm.data.readers import COMPRESSIONS, MAX_DOCUMENT_BYTES, Block, DamagedSource, too_large
 from calm.errors import DataError
 
 BLOCK_READERS = {
@@ -46,16 +46,22 @@ class BadDocument:
     reason: str
 
 
-def open_sources(names: list[str], text_field: str = "text", document_size: int = 32_768) -> list[Source]:
+def open_sources(
+    names: list[str],
+    text_field: str = "text",
+    document_size: int = 32_768,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+) -> list[Source]:
     """Open sources by name: `embedded`, `hf:NAME[:config][:split]`, a file or a glob."""
     sources: list[Source] = []
+    options = {"text_field": text_field, "max_document_bytes": max_document_bytes}
     for name in names:
         if name == "embedded":
             sources.append(Source(name, None, None, lambda: readers.value_blocks("embedded", _chapters())))
         elif name.startswith("hf:"):
-            sources.append(Source(name, None, None, lambda name=name: readers.hub_blocks(name, text_field)))
+            sources.append(Source(name, None, None, lambda name=name: readers.hub_blocks(name, **options)))
         else:
-            sources += [_file_source(path, text_field, document_size) for path in _paths(name)]
+            sources += [_file_source(path, {**options, "document_size": document_size}) for path in _paths(name)]
     if not sources:
         raise DataError("no sources; pass files, globs, hf:NAME, or the word embedded")
     return sources
@@ -108,7 +114,7 @@ def _paths(name: str) -> list[Path]:
     return paths
 
 
-def _file_source(path: Path, text_field: str, document_size: int) -> Source:
+def _file_source(path: Path, options: dict[str, Any]) -> Source:
     if not path.exists():
         raise DataError(f"no such file: {path}")
     if path.is_dir():
@@ -126,24 +132,31 @@ def _file_source(path: Path, text_field: str, document_size: int) -> Source:
         str(path),
         status.st_size,
         status.st_mtime_ns,
-        lambda: BLOCK_READERS[file_format](path, text_field=text_field, document_size=document_size),
+        lambda: BLOCK_READERS[file_format](path, **options),
     )
 
 
-def _chapters() -> Iterator[str]:
+def _chapters() -> Iterator[tuple[str, int]]:
     """The King James Bible: one document per chapter, one line per verse."""
     from pybible import Bible
 
     for _, verses in groupby(Bible, key=lambda verse: verse[:6]):  # "01:001:001 In the beginning…"
-        yield "\n".join(verse[11:] for verse in verses)
+        chapter = "\n".join(verse[11:] for verse in verses)
+        yield chapter, len(chapter)
 
 
-def documents(block: Block, text_field: str = "text") -> Iterator[str | BadDocument]:
+def documents(
+    block: Block, text_field: str = "text", max_document_bytes: int = MAX_DOCUMENT_BYTES
+) -> Iterator[str | BadDocument]:
     """Yield the documents of a block in order, without empty ones."""
     offset = block.offset
     for number, value in enumerate(block.values, block.first):
         try:
+            if isinstance(value, bytes) and len(value) > max_document_bytes:
+                raise ValueError(too_large(max_document_bytes))
             if text := _text_of(value, block, offset, text_field):
+                if len(text) > max_document_bytes // 4 and len(text.encode()) > max_document_bytes:
+                    raise ValueError(too_large(max_document_bytes))
                 yield text
         except (ValueError, RecursionError) as error:
             unit = "line" if block.format == "line" else "document"

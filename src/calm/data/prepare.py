@@ -70,7 +70,7 @@ def prepare(
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     if workers < 1:
         raise DataError(f"workers must be at least 1, not {workers}")
-    opened = open_sources(sources, options.text_field, options.document_size)
+    opened = open_sources(sources, options.text_field, options.document_size, options.max_document_bytes)
     if shard is not None and options.tokenizer.partition(":")[0] == "bpe":
         raise DataError(
             f"--tokenizer {options.tokenizer} trains a tokenizer, but all parts must use the same one; train it first "
@@ -179,7 +179,7 @@ class Preparation:
                 if block is None:
                     readers.remove(reader)
                     continue
-                for text in documents(block, self.options.text_field):
+                for text in documents(block, self.options.text_field, self.options.max_document_bytes):
                     if isinstance(text, str) and self._split_of(text) == "train":
                         size += len(text)
                         yield text

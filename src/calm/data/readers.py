@@ -15,9 +15,11 @@ from typing import IO, Any, Literal, cast
 from calm.errors import DataError
 
 BLOCK_SIZE = 2**20  # bytes: small enough for memory, large enough to amortize sending a block to a worker
-MAX_VALUE_SIZE = 2**28  # bytes: a longer value means that the file is not in the format of its suffix
+MAX_DOCUMENT_BYTES = 2**24  # default of --max-document-bytes; tokenizing it takes up to 1.4 GB
 MIN_DOCUMENT_SIZE = 4  # bytes of plain text: the longest UTF-8 character
 COMPRESSIONS = (".gz", ".zst")
+# Compressed bytes per call. gzip expands them to at most 4 MB, and Zstandard to 8 MB.
+GZIP_INPUT, ZSTANDARD_INPUT = 2**12, 2**8
 
 
 @dataclass(frozen=True)
@@ -66,18 +68,35 @@ class Decompressed:
 
 def _decompress(file: IO[bytes], suffix: str) -> Iterator[bytes]:
     if suffix == ".gz":
-        return _members(file, lambda: zlib.decompressobj(31), zlib.error)
+        return _pieces(_members(file, GZIP_INPUT, lambda: zlib.decompressobj(31), zlib.error))
     if suffix == ".zst":
         zstandard = optional("zstandard")
         decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
-        return _members(file, decompressor.decompressobj, zstandard.ZstdError)
+        return _pieces(_members(file, ZSTANDARD_INPUT, decompressor.decompressobj, zstandard.ZstdError))
     return iter(lambda: file.read(BLOCK_SIZE), b"")
 
 
-def _members(file: IO[bytes], decompressor: Callable[[], Any], failure: type[Exception]) -> Iterator[bytes]:
+def _pieces(outputs: Iterator[bytes]) -> Iterator[bytes]:
+    """Join and split the outputs of a decompressor into pieces of BLOCK_SIZE."""
+    buffer = bytearray()
+    try:
+        for output in outputs:
+            buffer += output
+            while len(buffer) >= BLOCK_SIZE:
+                yield bytes(buffer[:BLOCK_SIZE])
+                del buffer[:BLOCK_SIZE]
+    except (EOFError, OSError):
+        if buffer:
+            yield bytes(buffer)
+        raise
+    if buffer:
+        yield bytes(buffer)
+
+
+def _members(file: IO[bytes], size: int, decompressor: Callable[[], Any], failure: type[Exception]) -> Iterator[bytes]:
     """Decompress a file of concatenated members (gzip) or frames (zstd). The last one must be complete."""
     member = None
-    while compressed := file.read(2**16):
+    while compressed := file.read(size):
         while compressed := compressed.lstrip(b"\0") if member is None else compressed:  # zero padding between members
             member = member or decompressor()
             try:
@@ -100,19 +119,24 @@ def optional(module: str) -> Any:
         ) from error
 
 
-def line_blocks(path: Path, **_: Any) -> Iterator[Block]:
-    """JSON Lines: complete lines, which the workers parse."""
-    number, offset, rest = 1, 0, b""
+def line_blocks(path: Path, max_document_bytes: int, **_: Any) -> Iterator[Block]:
+    """JSON Lines: complete lines, which the workers parse. Of one that is too long, only the first bytes are kept."""
+    number, offset, rest, too_long = 1, 0, b"", False
     content = Decompressed(path)
     for data in content:
+        if too_long:
+            end = data.find(b"\n")
+            offset, data, too_long = offset + (end + 1 or len(data)), data[end + 1 :] if end >= 0 else b"", end < 0
+        searched = len(rest) if len(rest) >= BLOCK_SIZE else 0
         rest += data
-        end = rest.rfind(b"\n") if len(rest) >= BLOCK_SIZE else -1
+        end = rest.rfind(b"\n", searched) if len(rest) >= BLOCK_SIZE else -1
         if end >= 0:
             lines = rest[:end].split(b"\n")
             yield Block(str(path), "line", lines, number, offset, content.position)
             number, offset, rest = number + len(lines), offset + end + 1, rest[end + 1 :]
-        elif len(rest) > MAX_VALUE_SIZE:
-            raise DataError(f"{path}, line {number} is longer than {MAX_VALUE_SIZE:,} bytes: not a JSON Lines file")
+        elif len(rest) > max(max_document_bytes, BLOCK_SIZE):
+            yield Block(str(path), "line", [rest[: max_document_bytes + 1]], number, offset, content.position)
+            number, offset, rest, too_long = number + 1, offset + len(rest), b"", True
     if rest := _undamaged(rest, content):
         yield Block(str(path), "line", rest.split(b"\n"), number, offset, content.position)
     if content.damage:
@@ -155,14 +179,15 @@ def _paragraph_end(text: bytes, size: int) -> int:
     return next((cut for cut in range(size, size - 4, -1) if text[cut] & 0xC0 != 0x80), size)
 
 
-def value_blocks(source: str, values: Iterable[Any], bytes_read: Callable[[], int] = lambda: 0) -> Iterator[Block]:
-    """Group values, one document each, into blocks."""
+def value_blocks(
+    source: str, values: Iterable[tuple[Any, int]], bytes_read: Callable[[], int] = lambda: 0
+) -> Iterator[Block]:
+    """Group values of known sizes, one document each, into blocks."""
     batch: list[Any] = []
     number, size = 1, 0
-    for value in values:
+    for value, own in values:
         batch.append(value)
-        size += sum(len(text) for text in value.values() if isinstance(text, str)) if isinstance(value, dict) else 0
-        size += len(value) if isinstance(value, str) else 8
+        size += own
         if size >= BLOCK_SIZE:
             yield Block(source, "value", batch, number, bytes_read=bytes_read())
             number, batch, size = number + len(batch), [], 0
@@ -170,14 +195,19 @@ def value_blocks(source: str, values: Iterable[Any], bytes_read: Callable[[], in
         yield Block(source, "value", batch, number, bytes_read=bytes_read())
 
 
-def json_blocks(path: Path, **_: Any) -> Iterator[Block]:
+def text_value(value: Any, max_document_bytes: int) -> tuple[Any, int]:
+    """A value and its size. Of a text that is too long, only the beginning is kept."""
+    return (value[: max_document_bytes + 1], len(value)) if isinstance(value, str) else (value, 8)
+
+
+def json_blocks(path: Path, max_document_bytes: int, **_: Any) -> Iterator[Block]:
     """JSON: an array of documents, one document, or concatenated documents."""
     content, damage = Decompressed(path), None
 
-    def values() -> Iterator[Any]:
+    def values() -> Iterator[tuple[Any, int]]:
         nonlocal damage
         try:
-            yield from _json_values(_decoded(content))
+            yield from _json_values(_decoded(content), max_document_bytes)
             damage = content.damage
         except ValueError as error:  # later documents cannot be located
             remedy = "; skip the rest of the file with --on-bad-document skip"
@@ -199,8 +229,8 @@ def _decoded(content: Iterable[bytes]) -> Iterator[str]:
         offset += len(data)
 
 
-def _json_values(content: Iterator[str]) -> Iterator[Any]:
-    """Parse a stream of JSON incrementally, one document at a time."""
+def _json_values(content: Iterator[str], max_document_bytes: int) -> Iterator[tuple[Any, int]]:
+    """Parse a stream of JSON incrementally, one document at a time: each with its size."""
     decoder, separators = json.JSONDecoder(), re.compile(r"[\s,]*")
     text, at, number, in_array, more = "", 0, 1, False, True
 
@@ -228,19 +258,24 @@ def _json_values(content: Iterator[str]) -> Iterator[Any]:
             try:
                 value, end = decoder.raw_decode(text, at)
             except (json.JSONDecodeError, RecursionError) as error:
-                if not more or remaining > MAX_VALUE_SIZE:
+                if more and remaining > max_document_bytes:
+                    raise ValueError(f"document {number}: {too_large(max_document_bytes)}, or invalid JSON") from error
+                if not more:
                     raise ValueError(f"document {number}: invalid JSON ({error})") from error
                 read(2 * remaining)  # doubling bounds how often a large document is parsed again
                 continue
             if end == len(text) and more:  # a number may continue in the next read
                 read(remaining + 1)
                 continue
-            yield value
+            yield text_value(value, max_document_bytes)[0], end - at
             at, number = end, number + 1
 
 
-def parquet_blocks(path: Path, text_field: str, **_: Any) -> Iterator[Block]:
-    """Parquet: one column of a table. A compressed file is first decompressed to a temporary file, to be seekable."""
+def parquet_blocks(path: Path, text_field: str, max_document_bytes: int, **_: Any) -> Iterator[Block]:
+    """Parquet: one column of a table. A compressed file is first decompressed to a temporary file, to be seekable.
+
+    The column is read as a dictionary: a text that a small file repeats many times is in memory once.
+    """
     parquet, arrow = optional("pyarrow.parquet"), optional("pyarrow")
     with tempfile.TemporaryFile() as decompressed:
         if path.suffix in COMPRESSIONS:
@@ -249,41 +284,58 @@ def parquet_blocks(path: Path, text_field: str, **_: Any) -> Iterator[Block]:
             if content.damage:
                 raise content.damage
         try:
-            table = parquet.ParquetFile(decompressed if path.suffix in COMPRESSIONS else path)
+            file = decompressed if path.suffix in COMPRESSIONS else path
+            table = parquet.ParquetFile(file)
             check_column(text_field, table.schema_arrow.names, str(path))
+            if text_field in (table.schema.column(i).path for i in range(len(table.schema))):  # not nested
+                table = parquet.ParquetFile(file, read_dictionary=[text_field])
             size, rows, done = path.stat().st_size, table.metadata.num_rows, 0
 
-            def values() -> Iterator[Any]:
+            def values() -> Iterator[tuple[Any, int]]:
                 nonlocal done
                 for batch in table.iter_batches(batch_size=256, columns=[text_field]):
                     done += batch.num_rows
-                    yield from batch.column(0).to_pylist()
+                    for cell in batch.column(0):
+                        yield _cell_value(cell, max_document_bytes)
 
             yield from value_blocks(str(path), values(), lambda: size * done // rows)
         except (arrow.ArrowException, OSError) as error:
             raise DataError(f"{path} is damaged or not a Parquet file ({error})") from error
 
 
-def hub_blocks(name: str, text_field: str) -> Iterator[Block]:
+def _cell_value(cell: Any, max_document_bytes: int) -> tuple[Any, int]:
+    """The value of a table cell, and its size. Of a text that is too long, only the beginning is decoded."""
+    text: Any = getattr(cell, "value", None)  # of a dictionary
+    buffer = text.as_buffer() if hasattr(text, "as_buffer") else b""
+    if buffer and len(buffer) > max_document_bytes:
+        return str(buffer[: max_document_bytes + 4], "utf-8", "ignore"), max_document_bytes
+    return text_value(cell.as_py(), max_document_bytes)
+
+
+def hub_blocks(name: str, text_field: str, max_document_bytes: int) -> Iterator[Block]:
     """`hf:NAME[:config][:split]`: a Hugging Face dataset, streamed with `datasets`."""
     datasets = optional("datasets")
     path, config, split, *surplus = [*name.removeprefix("hf:").split(":"), "", ""]
     if any(surplus):
         raise DataError(f"{name!r} has too many parts; the format is hf:NAME[:config][:split]")
 
-    def values() -> Iterator[Any]:
+    def values() -> Iterator[tuple[Any, int]]:
         try:
             rows = datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
             for number, row in enumerate(rows):
                 if number == 0:
                     check_column(text_field, list(row), name)
-                yield row[text_field]
+                yield text_value(row[text_field], max_document_bytes)
         except DataError:
             raise
         except Exception as error:  # datasets raises many kinds of errors when it cannot read a dataset
             raise DataError(f"cannot read {name}: {(str(error) or repr(error)).splitlines()[0]}") from error
 
     yield from value_blocks(name, values())
+
+
+def too_large(max_document_bytes: int) -> str:
+    return f"larger than {max_document_bytes:,} bytes; raise the limit with --max-document-bytes"
 
 
 def check_column(column: str, columns: list[str], source: str) -> None:

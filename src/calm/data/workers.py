@@ -15,7 +15,7 @@ import numpy as np
 
 from calm.data.chunks import close_document
 from calm.data.corpus import BadDocument, documents, split_of
-from calm.data.readers import MIN_DOCUMENT_SIZE, Block
+from calm.data.readers import MAX_DOCUMENT_BYTES, MIN_DOCUMENT_SIZE, Block
 from calm.data.tokenizer import Tokenizer, load_tokenizer, single_threaded
 from calm.errors import DataError
 
@@ -30,6 +30,7 @@ class PrepareOptions:
     test_share: float = 0.0
     document_size: int = 32_768  # bytes after which plain text is split into documents
     shard_tokens: int = 2**26
+    max_document_bytes: int = MAX_DOCUMENT_BYTES  # larger documents are invalid
 
     def __post_init__(self) -> None:
         if not (self.validation_share >= 0 and self.test_share >= 0 and self.validation_share + self.test_share < 1):
@@ -37,7 +38,7 @@ class PrepareOptions:
                 "the validation and test shares must not be negative and must sum to less than 1, but they are "
                 f"{self.validation_share} and {self.test_share}"
             )
-        for name, minimum in (("document_size", MIN_DOCUMENT_SIZE), ("shard_tokens", 1)):
+        for name, minimum in (("document_size", MIN_DOCUMENT_SIZE), ("shard_tokens", 1), ("max_document_bytes", 1)):
             if getattr(self, name) < minimum:
                 raise DataError(f"{name} must be at least {minimum}, not {getattr(self, name)}")
 
@@ -75,7 +76,7 @@ def encode(block: Block | BadDocument) -> Encoded:
         return Encoded({}, [block.reason])
     texts: dict[str, list[str]] = {}
     bad: list[str] = []
-    for text in documents(block, options.text_field):
+    for text in documents(block, options.text_field, options.max_document_bytes):
         if isinstance(text, BadDocument):
             bad.append(text.reason)
         else:

@@ -46,7 +46,8 @@ def completed_manifest(output: Path, job: dict[str, Any], resume: bool, overwrit
     manifest = read_manifest(output)
     sizes = [[name, size] for name, size, _ in job["sources"]]
     (output / PROGRESS).unlink(missing_ok=True)  # left by a crash after the manifest was written
-    done = [manifest["options"], manifest["sources"], manifest.get("part")]
+    options = {**job["options"], **manifest["options"]}  # earlier versions had fewer options
+    done = [options, manifest["sources"], manifest.get("part")]
     if done != [job["options"], sizes, job.get("part")]:
         raise DataError(f"{output} was prepared from other sources or with other options; replace it with --overwrite")
     return manifest
