@@ -23,7 +23,7 @@ class CalmWarning(UserWarning):
     """A setting that is valid but rarely intended."""
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """The message of another library's error, on one line and not too long."""
     return textwrap.shorten(str(error) or repr(error), 500, placeholder=" …")
 

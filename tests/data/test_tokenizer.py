@@ -1,4 +1,5 @@
 import base64
+import json
 
 import pytest
 import tokenizers
@@ -7,7 +8,10 @@ from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
 from calm.data import tokenizer as module
+from calm.data.prepare import prepare
+from calm.data.shards import PreparedData
 from calm.data.tokenizer import EOS_TOKEN, MASK_TOKEN, PAD_TOKEN, load_tokenizer, round_trips, train_bpe
+from calm.data.workers import PrepareOptions
 from calm.errors import DataError
 
 TEXT = "In the beginning God created the heaven and the earth. " * 5
@@ -162,3 +166,46 @@ def test_unknown_names_and_invalid_sizes(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="cannot be read"):
         load_tokenizer(str(tmp_path))
+
+
+def change_tokenizer(directory, **parts) -> str:
+    """Save a tokenizer with other parts in its tokenizer.json."""
+    BPE.save(directory)
+    file = directory / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **parts}))
+    return str(directory)
+
+
+def test_ids_beyond_the_number_of_entries(tmp_path):
+    """The shards and the model must hold the largest id."""
+    content = json.loads(BPE.content)["model"]
+    last = max(content["vocab"], key=content["vocab"].get)
+    content["vocab"][last] = 70_000
+    name = change_tokenizer(tmp_path / "tokenizer", model=content)
+    tokenizer = load_tokenizer(name)
+    assert (tokenizer.vocab_size, tokenizer.dtype) == (70_001, "uint32")
+    assert 70_000 in tokenizer.encode(TEXT)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(TEXT) + "\n")
+    prepare([str(path)], tmp_path / "data", PrepareOptions(name, validation_share=0), workers=1)
+    data = PreparedData(tmp_path / "data")
+    assert data.tokenizer.decode(data.split("train")[:].tolist()) == TEXT
+
+
+WORDS = {MASK_TOKEN: 0, EOS_TOKEN: 1, PAD_TOKEN: 2}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "cannot be read .Precompiled: Error"),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "cannot encode this text .chunk size must be"),
+        ({"model": {"type": "WordLevel", "vocab": WORDS, "unk_token": "?"}}, "cannot encode .* Missing .UNK. token"),
+    ],
+    ids=["panic on loading", "panic on encoding", "no unknown token"],
+)
+def test_errors_and_panics_of_the_backend(tmp_path, jsonl, parts, message):
+    name = change_tokenizer(tmp_path / "tokenizer", **parts)
+    with pytest.raises(DataError, match=f"{message}.*; check its tokenizer.json"):
+        prepare([str(jsonl)], tmp_path / "data", PrepareOptions(name), workers=1)
+    assert not (tmp_path / "data").exists()

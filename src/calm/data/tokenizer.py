@@ -22,7 +22,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from calm.errors import DataError
+from calm.errors import DataError, one_line
 from calm.files import write_atomic, write_json
 
 EOS_TOKEN, PAD_TOKEN, MASK_TOKEN = "<|end|>", "<|fill|>", "<|mask|>"
@@ -61,6 +61,7 @@ class Tokenizer:
     eos_token_id: int
     pad_token_id: int
     mask_token_id: int
+    vocab_size: int  # the largest token id + 1; some tokenizers leave ids out
     content: str  # of tokenizer.json; kept so that saved copies are byte-identical
 
     @classmethod
@@ -70,11 +71,8 @@ class Tokenizer:
         backend.no_padding()
         backend.encode_special_tokens = True  # "<|end|>" in a document is encoded as plain text
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        return cls(backend, vocabulary[eos_token], vocabulary[pad_token], vocabulary[mask_token], content)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.backend.get_vocab_size(with_added_tokens=True)
+        ids = (vocabulary[token] for token in (eos_token, pad_token, mask_token))
+        return cls(backend, *ids, vocab_size=max(vocabulary.values()) + 1, content=content)
 
     @property
     def dtype(self) -> str:
@@ -93,7 +91,8 @@ class Tokenizer:
         """Token ids of each text, without an end-of-text token."""
         segments = [(number, segment) for number, text in enumerate(texts) for segment in _segments(text)]
         ids: list[list[int]] = [[] for _ in texts]
-        encodings = self.backend.encode_batch_fast([segment for _, segment in segments], add_special_tokens=False)
+        with _backend_errors("the tokenizer cannot encode this text"):
+            encodings = self.backend.encode_batch_fast([segment for _, segment in segments], add_special_tokens=False)
         for (number, _), encoding in zip(segments, encodings, strict=True):
             ids[number] += encoding.ids
         return ids
@@ -101,7 +100,8 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Decode token ids to text. The three special tokens are skipped."""
         special = {self.eos_token_id, self.pad_token_id, self.mask_token_id}
-        return self.backend.decode([int(i) for i in ids if i not in special], skip_special_tokens=False)
+        with _backend_errors("the tokenizer cannot decode these tokens"):
+            return self.backend.decode([int(i) for i in ids if i not in special], skip_special_tokens=False)
 
     def save(self, directory: Path) -> None:
         """Save to a directory that `load_tokenizer` and `transformers.AutoTokenizer` can load."""
@@ -117,6 +117,17 @@ class Tokenizer:
                 "clean_up_tokenization_spaces": False,
             },
         )
+
+
+@contextmanager
+def _backend_errors(problem: str) -> Iterator[None]:
+    """Convert errors of the backend to `DataError`: bare Exceptions, and Rust panics, which are BaseExceptions."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{problem} ({one_line(error)}); check its tokenizer.json and tokenizer_config.json") from error
 
 
 def _segments(text: str) -> Iterator[str]:
@@ -173,16 +184,12 @@ def load_tokenizer(name: str, ids: dict[str, int] | None = None) -> Tokenizer:
         return _load_tiktoken(path)
     if (path / "tokenizer.json").is_file():
         config_file = path / "tokenizer_config.json"
-        try:
+        with _backend_errors(f"the tokenizer in {path} cannot be read"):
             content = (path / "tokenizer.json").read_text("utf-8")
             config = json.loads(config_file.read_text("utf-8")) if config_file.exists() else {}
             backend = tokenizers.Tokenizer.from_str(content)
             known = {role: backend.id_to_token(number) for role, number in (ids or {}).items()}
             return _with_roles(backend, content, known | {role: token for role, token in config.items() if token})
-        except Exception as error:  # the backend raises bare Exceptions for a broken file
-            raise DataError(
-                f"the tokenizer in {path} cannot be read ({error}); check its tokenizer.json and tokenizer_config.json"
-            ) from error
     return _load_hub(name)
 
 
@@ -197,8 +204,9 @@ def _load_hub(name: str) -> Tokenizer:
             f"no tokenizer {name!r}: not a directory with tokenizer.json, not a tiktoken file, and not on the Hub: "
             f"{(str(error) or repr(error)).splitlines()[0]}"
         ) from error
-    roles = {role: getattr(loaded, role) for role in DEFAULT_ROLES}
-    return _with_roles(backend, backend.to_str(), roles)
+    with _backend_errors(f"the tokenizer {name!r} cannot be used"):
+        roles = {role: getattr(loaded, role) for role in DEFAULT_ROLES}
+        return _with_roles(backend, backend.to_str(), roles)
 
 
 def _with_roles(backend: tokenizers.Tokenizer, content: str, config: dict[str, Any]) -> Tokenizer:
@@ -233,7 +241,8 @@ def _load_tiktoken(path: Path) -> Tokenizer:
 
     llama3 = len(ranks) == LLAMA3_RANKS
     special = [*LLAMA3_SPECIAL, LLAMA3_ROLES["pad_token"]] if llama3 else [EOS_TOKEN, MASK_TOKEN, PAD_TOKEN]
-    backend = Converter(vocab_file=str(path), extra_special_tokens=special).converted()
+    with _backend_errors(f"{path} cannot be converted"):
+        backend = Converter(vocab_file=str(path), extra_special_tokens=special).converted()
     return Tokenizer.from_json(backend.to_str(), **(LLAMA3_ROLES if llama3 else DEFAULT_ROLES))
 
 
