@@ -1,5 +1,7 @@
 """Recipes: precedence of values, round trips, fields of heads, and error messages."""
 
+import itertools
+
 import pytest
 import yaml
 
@@ -166,3 +168,29 @@ def test_changed_values():
     flow = changed_values(load_config("toy-calm", FLOW))
     assert flow["language_model"] == {**default["language_model"], "head": "flow"}
     assert "language_model" not in changed_values(load_config("toy-autoencoder"))
+
+
+LAUGHS = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{name}: &{name} {{backbone: {{<<: [{', '.join(['*' + before] * 10)}]}}}}\n"
+    for before, name in itertools.pairwise("abcdefghij")
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (LAUGHS, r"line 2: not YAML \(found the alias \*a, and recipes have none; write the value itself\)"),
+        ("train: &t\n  steps: *t\n", r"line 2: not YAML \(found the alias \*t"),
+        ("[" * 5_000, r"not YAML \(maximum recursion depth exceeded"),
+        ("seed: !!int ''", r"not YAML \(string index out of range\)"),
+        ("seed: 2026-13-45", r"not YAML \(month must be in 1..12\)"),
+        (f"seed: {'1' * 5_000}", r"not YAML \(Exceeds the limit"),
+    ],
+    ids=["billion laughs", "recursive", "deep", "tag", "date", "large"],
+)
+def test_hostile_recipes(tmp_path, content, message):
+    (tmp_path / "a.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load_config(str(tmp_path / "a.yaml"))
+    with pytest.raises(ConfigError, match="the value is not YAML"):
+        load_config("toy-autoencoder", [f"seed={content.partition(': ')[2] or content}"])

@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from yaml.composer import ComposerError
 
 from calm.autoencoder import AutoencoderSettings
-from calm.errors import ConfigError, did_you_mean
+from calm.errors import ConfigError, did_you_mean, one_line
 from calm.files import write_atomic
 from calm.heads import HEADS
 from calm.model import head_fields
@@ -221,6 +222,17 @@ def _shipped():
     return files("calm") / "recipes"
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses aliases: a few of them, one inside the other, stand for more values than fit in memory."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            problem = f"found the alias *{event.anchor}, and recipes have none; write the value itself"
+            raise ComposerError(None, None, problem, event.start_mark)
+        return super().compose_node(parent, index)
+
+
 def _read(recipe: str) -> dict[str, Any]:
     if recipe in recipe_names():
         content, name = (_shipped() / f"{recipe}.yaml").read_text("utf-8"), recipe
@@ -232,11 +244,11 @@ def _read(recipe: str) -> dict[str, Any]:
             + did_you_mean(recipe, recipe_names())
         )
     try:
-        values = yaml.safe_load(content)
-    except yaml.YAMLError as error:
+        values = yaml.load(content, _Loader)
+    except Exception as error:  # PyYAML raises errors of many types for invalid values, such as !!int ''
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{name}{where}: not YAML ({getattr(error, 'problem', None) or error})") from error
+        raise ConfigError(f"{name}{where}: not YAML ({getattr(error, 'problem', None) or one_line(error)})") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{name} should hold sections such as 'data:', not {type(values).__name__}")
     return values
@@ -248,8 +260,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
     if not equals or not all(parts):
         raise ConfigError(f"--set {override!r} should read section.key=value")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = yaml.load(text, _Loader)
+    except Exception:  # see `_read`
         raise ConfigError(f"--set {override!r}: the value is not YAML; quote it") from None
     here: Any = values
     for part in parts[:-1]:
