@@ -107,3 +107,21 @@ def test_ctrl_c_ends_a_stream_cleanly(models):
         pytest.skip("the process ended before the signal")
     assert process.returncode == 130
     assert b"Traceback" not in err
+
+
+def test_exact_sampling_that_reaches_its_limit_of_draws_warns(calm):
+    done = calm(
+        "generate",
+        "bundled",
+        "--method",
+        "exact",
+        "--temperature",
+        "0.3",
+        "--num-candidates",
+        "2",
+        "--max-new-tokens",
+        "4",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("of draws and are approximate; allow more with num_candidates") == 1
+    assert "stopped after" not in done.stderr

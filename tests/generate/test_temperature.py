@@ -122,7 +122,8 @@ def test_block_size_does_not_change_the_result():
 def test_exceeding_max_draws_is_reported():
     generator = torch.Generator().manual_seed(0)
     p = torch.full((1000,), 1e-3)
-    chunk, stats = sample_at_temperature(black_box(p, generator), 0.1, generator=generator, max_draws=200)
+    with pytest.warns(CalmWarning, match="stopped after 200 draws, so the chunk is approximate; allow more with max"):
+        chunk, stats = sample_at_temperature(black_box(p, generator), 0.1, generator=generator, max_draws=200)
     assert chunk.shape == (1,)
     assert stats.unsettled[0]
     assert stats.fallbacks[0] > 0
@@ -135,7 +136,8 @@ def test_max_draws_is_respected_at_tiny_temperatures():
         requested.append(n)
         return torch.zeros(n, 1, dtype=torch.long)
 
-    _, stats = sample_at_temperature(draw, 1e-3, max_draws=300)
+    with pytest.warns(CalmWarning, match="is approximate"):
+        _, stats = sample_at_temperature(draw, 1e-3, max_draws=300)
     assert sum(requested) == 300
     assert stats.draws[0] == 300
     assert stats.unsettled[0]

@@ -91,7 +91,10 @@ class GenerationStats:
     def warning(self, params: SamplingParams) -> str | None:
         """How the output deviates from the requested temperature, if it does."""
         if params.method == "exact" and self.unsettled:
-            return f"{self.unsettled} of {self.chunks} chunks hit the limit of draws and are approximate"
+            return (
+                f"{self.unsettled} of {self.chunks} chunks hit the limit of draws and are approximate; allow more with "
+                "num_candidates, or use the method 'token'"
+            )
         if params.method == "batch" and 2 * self.fallen_back > self.chunks:
             remedy = "use more candidates or the method 'token'" if params.number > 1 else "use more"
             return (

@@ -36,7 +36,7 @@ def sample_at_temperature(
     block: int = 64,
     max_draws: int = MAX_DRAWS,
 ) -> tuple[Tensor, SamplingStats]:
-    """Algorithm 1: one chunk from a black box.
+    """Algorithm 1: one chunk from a black box. Warns if it is approximate.
 
     Args:
         draw: draw(n) → n independent draws (n, K).
@@ -50,6 +50,25 @@ def sample_at_temperature(
     Example:
         >>> chunk, stats = sample_at_temperature(lambda n: my_model.sample(prompt, n), 0.5)
     """
+    chunk, stats = sample_by_rejection(draw, temperature, generator, block, max_draws)
+    if bool(stats.unsettled):
+        warnings.warn(
+            f"exact sampling stopped after {int(stats.draws)} draws, so the chunk is approximate; allow more with "
+            "max_draws",
+            CalmWarning,
+            stacklevel=2,
+        )
+    return chunk, stats
+
+
+def sample_by_rejection(
+    draw: Callable[[int], Tensor],
+    temperature: float,
+    generator: torch.Generator | None = None,
+    block: int = 64,
+    max_draws: int = MAX_DRAWS,
+) -> tuple[Tensor, SamplingStats]:
+    """`sample_at_temperature` for callers that count the approximate chunks."""
     s = inverse(temperature)
     n, fraction = math.floor(s), s % 1
     if max_draws < 1:
@@ -59,7 +78,7 @@ def sample_at_temperature(
             f"exact sampling at temperature {temperature} may need as many draws as there are chunks; it is cheaper at "
             "0.5 and below, and the method 'batch' is cheap at every temperature",
             CalmWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
     draws = _Draws(draw, max(block, n), max_draws)
     try:

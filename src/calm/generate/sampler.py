@@ -18,7 +18,7 @@ from torch import Tensor
 
 from calm.errors import ConfigError, did_you_mean
 from calm.generate.mixture import LogitsProcessor, sample_mixture
-from calm.generate.rejection import MAX_DRAWS, sample_at_temperature
+from calm.generate.rejection import MAX_DRAWS, sample_by_rejection
 from calm.generate.temperature import (
     UNKNOWN,
     Candidates,
@@ -296,7 +296,7 @@ def _exact(head: Head, hidden: Tensor, group: Group, noise: RowNoise) -> SampleO
             finite[row] &= proposals.finite()[0]
             return proposals.tokens()[:, 0]
 
-        chunk, cost = sample_at_temperature(draw, own.temperature, generator=source.generators[0], max_draws=own.number)
+        chunk, cost = sample_by_rejection(draw, own.temperature, source.generators[0], max_draws=own.number)
         chunks.append(chunk)
         stats.append(cost)
     together = SamplingStats(
