@@ -204,6 +204,7 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 from calm.data.corpus import BadDocument, documents, open_sources
+from calm.errors import DataError
 
 def memory(name):
     return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
@@ -211,9 +212,12 @@ def memory(name):
 if sys.argv[1].partition(".")[2].startswith("parquet"):
     import pyarrow.parquet
 before = memory("VmRSS")
-for block in open_sources([sys.argv[1]])[0].blocks():
-    for text in documents(block):
-        print(f"bad: {text.reason}" if isinstance(text, BadDocument) else f"good: {len(text)}")
+try:
+    for block in open_sources([sys.argv[1]])[0].blocks():
+        for text in documents(block):
+            print(f"bad: {text.reason}" if isinstance(text, BadDocument) else f"good: {len(text)}")
+except DataError as error:
+    print(f"error: {error}")
 print(memory("VmHWM") - before)
 """
 
@@ -284,6 +288,19 @@ def test_documents_above_the_limit(tmp_path, file_format, limit, monkeypatch):
     bad = [BadDocument(f"{path}, {unit} {number}: {problem}") for number in (3, 5)]
     expected = [*texts[:2], bad[0], "last", bad[1], "end"]
     assert found == expected[: 4 if (file_format, limit) == ("json", 10_000) else 6]  # see the next test
+
+
+def test_parquet_row_groups_above_the_limit_are_not_read(tmp_path):
+    """One text of 270 MB in a file of 10 KB, after a row group that is read."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    options = {"compression": "zstd", "use_dictionary": False, "write_statistics": False}
+    with parquet.ParquetWriter(tmp_path / "a.parquet", arrow.schema({"text": "string"}), **options) as writer:
+        for text in ("first", "x" * 270_000_000):
+            writer.write_table(arrow.table({"text": [text]}))
+    found, memory = read_with_memory(tmp_path / "a.parquet")
+    assert found[0] == "good: 5"
+    assert found[1].startswith(f"error: {tmp_path / 'a.parquet'}, row group 2: its texts are larger than 16,777,216")
+    assert memory < 100
 
 
 def test_a_json_document_that_does_not_end_within_the_limit(tmp_path):

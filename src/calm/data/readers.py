@@ -17,6 +17,7 @@ from calm.errors import DataError
 BLOCK_SIZE = 2**20  # bytes: small enough for memory, large enough to amortize sending a block to a worker
 MAX_DOCUMENT_BYTES = 2**24  # default of --max-document-bytes; tokenizing it takes up to 1.4 GB
 MIN_DOCUMENT_SIZE = 4  # bytes of plain text: the longest UTF-8 character
+MAX_ROW_GROUP = 2**28  # bytes of a row group that are read even if its texts are too large
 COMPRESSIONS = (".gz", ".zst")
 # Compressed bytes per call. gzip expands them to at most 4 MB, and Zstandard to 8 MB.
 GZIP_INPUT, ZSTANDARD_INPUT = 2**12, 2**8
@@ -289,18 +290,33 @@ def parquet_blocks(path: Path, text_field: str, max_document_bytes: int, **_: An
             check_column(text_field, table.schema_arrow.names, str(path))
             if text_field in (table.schema.column(i).path for i in range(len(table.schema))):  # not nested
                 table = parquet.ParquetFile(file, read_dictionary=[text_field])
-            size, rows, done = path.stat().st_size, table.metadata.num_rows, 0
+            size, rows, done, damage = path.stat().st_size, table.metadata.num_rows, 0, None
 
             def values() -> Iterator[tuple[Any, int]]:
-                nonlocal done
-                for batch in table.iter_batches(batch_size=256, columns=[text_field]):
-                    done += batch.num_rows
-                    for cell in batch.column(0):
-                        yield _cell_value(cell, max_document_bytes)
+                nonlocal done, damage
+                for number in range(table.num_row_groups):
+                    group = table.metadata.row_group(number)
+                    if _column_size(group, text_field) > max(MAX_ROW_GROUP, max_document_bytes * group.num_rows):
+                        remedy = "skip the rest of the file with --on-bad-document skip"
+                        problem = f"{path}, row group {number + 1}: its texts are {too_large(max_document_bytes)}"
+                        damage = DamagedSource(f"{problem}; {remedy}")
+                        return
+                    for batch in table.iter_batches(batch_size=256, row_groups=[number], columns=[text_field]):
+                        done += batch.num_rows
+                        for cell in batch.column(0):
+                            yield _cell_value(cell, max_document_bytes)
 
             yield from value_blocks(str(path), values(), lambda: size * done // rows)
+            if damage:
+                raise damage
         except (arrow.ArrowException, OSError) as error:
             raise DataError(f"{path} is damaged or not a Parquet file ({error})") from error
+
+
+def _column_size(row_group: Any, text_field: str) -> int:
+    """Decompressed bytes of a column, from the metadata."""
+    columns = [row_group.column(i) for i in range(row_group.num_columns)]
+    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == text_field)
 
 
 def _cell_value(cell: Any, max_document_bytes: int) -> tuple[Any, int]:
