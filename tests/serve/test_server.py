@@ -1,5 +1,6 @@
 """End-to-end tests over HTTP: OpenAI's fields, streaming, limits, API keys, and malformed input."""
 
+import socket
 import time
 from pathlib import Path
 
@@ -351,6 +352,15 @@ def test_bind_addresses():
         listener.listen()
         with pytest.raises(UserError, match="try another --port"):
             run.bind("127.0.0.1", listener.getsockname()[1], False, False)
+
+
+def test_connections_have_tcp_nodelay(start):
+    """Without it each response waits about 40 ms for the client's delayed acknowledgement."""
+    server = start()
+    assert server.client.get("/ready").status_code == 200
+    (connection,) = server.server.server_state.connections
+    accepted = connection.transport.get_extra_info("socket")
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_command_errors(calm, models):

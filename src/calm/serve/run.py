@@ -50,7 +50,7 @@ def bind(host: str, port: int, has_keys: bool, open_to_all: bool) -> socket.sock
             f"--host {host} accepts connections from other machines, but no API key is set: set --api-key (or "
             "CALM_API_KEY), or pass --open-to-all"
         )
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # else asyncio does not set TCP_NODELAY
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
