@@ -505,6 +505,7 @@ def serve(
     with console.stderr.status("loading"):
         generators = run.load_generators(model, baseline, device, dtype)
     run.raise_file_limit()
+    gc.freeze()  # a garbage collection between two requests would scan all objects of torch and the model: 0.2 s
     server = run.make_server(generators, limits, keys)
     listener.listen(server.config.backlog)  # before the URL is printed, so that no client is refused a connection
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"

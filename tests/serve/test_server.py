@@ -1,5 +1,6 @@
 """End-to-end tests over HTTP: OpenAI's fields, streaming, limits, API keys, and malformed input."""
 
+import gc
 import socket
 import time
 from pathlib import Path
@@ -140,7 +141,16 @@ def test_openai_client(server, generators):
         ({"suffix": "x" * 10_000}, "…"),
         ({"stream": True, "stream_options": {"usage": True}}, "unknown field 'stream_options.usage'"),
         ({"prompt": [0.5] * 200_000}, "prompt"),
-        ({"prompt": [""] * 200_000}, "n times the number of prompts is 200000"),
+        ({"prompt": [""] * 20, "n": 2}, "n times the number of prompts is 40"),
+        ({"prompt": [""] * 200_000}, "prompt: 200,000 prompts, but at most 32 are accepted"),
+        ({"prompt": [[1]] * 9_000}, "prompt: 9,000 prompts, but at most 32 are accepted"),
+        ({"prompt": [[1]] * 100_000}, "more than 10,000 lists and objects"),
+        ({"prompt": [{}] * 100_000}, "more than 10,000 lists and objects"),
+        ({"stop": ["a"] * 200_000}, "stop: 200,000 strings, but at most 4 are accepted"),
+        ({"logit_bias": dict.fromkeys(range(90_000), "")}, "logit_bias: 90,000 entries, but at most 300 are accepted"),
+        ({"logit_bias": dict.fromkeys(range(300), 1)}, "logits cannot be changed"),
+        ({str(i): 1 for i in range(70_000)}, "70,002 fields, but at most 100 are accepted"),
+        ({"stream": True, "stream_options": {str(i): 1 for i in range(70_000)}}, "stream_options: 70,000 fields"),
         ({"n": 32, "temperature": 0.5, "num_candidates": 1000}, "candidates of all sequences is 32000"),
         ({"n": 32, "temperature": 0.5, "method": "exact"}, "candidates of all sequences is 32000"),
     ],
@@ -173,6 +183,13 @@ def test_malformed_bodies(server, body):
     assert response.status_code == 400
     assert response.json()["error"]["message"]
     assert server.client.get("/health").status_code == 200
+
+
+def test_brackets_in_strings_are_no_collections(server):
+    prompt = '[{"\\' * 10_000
+    response = server.post(prompt=[prompt, "{"], max_tokens=1)
+    assert "the number of prompt tokens" in response.json()["error"]["message"]
+    assert server.post(prompt="\\", suffix="[" * 20_000).json()["error"]["param"] == "suffix"
 
 
 def test_unknown_paths_and_methods(server):
@@ -361,6 +378,25 @@ def test_connections_have_tcp_nodelay(start):
     (connection,) = server.server.server_state.connections
     accepted = connection.transport.get_extra_info("socket")
     assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_requests_cause_no_garbage_collection_of_the_model(monkeypatch):
+    """A full collection of torch's objects takes 0.2 s, and a request with many lists causes several."""
+
+    class Exit(Exception):
+        pass
+
+    def make_server(*_):
+        assert gc.get_freeze_count() > 0
+        raise Exit
+
+    monkeypatch.setattr(run, "load_generators", lambda *_: {})
+    monkeypatch.setattr(run, "make_server", make_server)
+    try:
+        with pytest.raises(Exit):
+            serve_command(Path("bundled"), port=0)
+    finally:
+        gc.unfreeze()
 
 
 def test_command_errors(calm, models):

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MAX_QUOTED_CHARS = 100  # of client input in an error message
+MAX_COLLECTIONS = 10_000  # lists and objects in a request body; parsing more of them blocks the event loop
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,15 @@ def shutting_down() -> ApiError:
     return ApiError(503, message, error_type="server_error", code="shutting_down", headers={"Retry-After": "5"})
 
 
+def has_too_many_collections(body: bytes) -> bool:
+    """Whether JSON has more than MAX_COLLECTIONS lists and objects, without parsing it."""
+    if body.count(b"[") + body.count(b"{") <= MAX_COLLECTIONS:  # those in strings included
+        return False
+    without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside_strings = b"".join(without_escapes.split(b'"')[::2])
+    return outside_strings.count(b"[") + outside_strings.count(b"{") > MAX_COLLECTIONS
+
+
 class BodyLimitMiddleware:
     """Receives the whole request body, within size and time limits, before the application runs. Counts responses."""
 
@@ -122,7 +132,12 @@ class BodyLimitMiddleware:
                     if total > limit:
                         raise too_large
                     if not message.get("more_body", False):
-                        return b"".join(parts)
+                        break
         except TimeoutError:
             message = f"the request body did not arrive within {self.limits.receive_timeout:g} s; send it again"
             raise ApiError(408, message) from None
+        body = b"".join(parts)
+        if has_too_many_collections(body):
+            message = f"the request body has more than {MAX_COLLECTIONS:,} lists and objects; send fewer prompts"
+            raise ApiError(400, message, code="limit_exceeded")
+        return body

@@ -5,7 +5,18 @@ import secrets
 import time
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from calm.data.tokenizer import Tokenizer
 from calm.errors import ConfigError
@@ -14,6 +25,9 @@ from calm.generate.sampler import Method, SamplingParams
 from calm.generate.text import Detokenizer, sequence_seed
 from calm.serve.limits import ApiError, Limits, truncated_repr
 from calm.serve.scheduler import SequenceState
+
+MAX_LOGIT_BIAS = 300  # entries, as in OpenAI's API
+MAX_FIELDS = 100  # of an object, unknown ones included
 
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # field: (values without effect, which are accepted, reason)
     "logprobs": ((None,), "log-probabilities are not available from this server; omit it"),
@@ -33,6 +47,19 @@ def _check_surrogates(text: str) -> str:
     return text
 
 
+def _check_length(value: Any, limit: int, elements: str) -> Any:
+    """Check before the elements are validated: validation blocks the event loop, and reports each invalid element."""
+    if isinstance(value, list | dict) and len(value) > limit:
+        message, context = "{count} {elements}, but at most {limit} are accepted", {"elements": elements}
+        raise PydanticCustomError("too_long", message, context | {"count": f"{len(value):,}", "limit": f"{limit:,}"})
+    return value
+
+
+def _check_prompts(prompt: Any) -> Any:
+    one = isinstance(prompt, list) and prompt and isinstance(prompt[0], int)  # prompt of token ids
+    return prompt if one else _check_length(prompt, Limits.max_sequences, "prompts")
+
+
 String = Annotated[str, Field(strict=True), AfterValidator(_check_surrogates)]
 Number = StrictInt | StrictFloat
 TokenId = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
@@ -41,24 +68,32 @@ Strings = Annotated[list[String], FailFast]
 TokenIds = Annotated[list[TokenId], FailFast]
 
 
-class StreamOptions(BaseModel):
+class Object(BaseModel):
+    """A JSON object without unknown fields."""
+
     model_config = ConfigDict(extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, data: Any) -> Any:
+        return _check_length(data, MAX_FIELDS, "fields")
+
+
+class StreamOptions(Object):
     include_usage: StrictBool = False
 
 
-class CompletionRequest(BaseModel):
+class CompletionRequest(Object):
     model_config = ConfigDict(
-        extra="forbid",
         json_schema_extra={
             "example": {"model": "bundled", "prompt": "And God said", "max_tokens": 40, "temperature": 0.5}
         },
     )
 
     model: String = Field(max_length=256, description="ID of a model listed at /v1/models.")
-    prompt: String | Strings | TokenIds | Annotated[list[TokenIds], FailFast] | None = Field(
-        None, description="A string or a list of token ids, or a list of either. Defaults to the empty string."
-    )
+    prompt: Annotated[
+        String | Strings | TokenIds | Annotated[list[TokenIds], FailFast] | None, BeforeValidator(_check_prompts)
+    ] = Field(None, description="A string or a list of token ids, or a list of either. Defaults to the empty string.")
     max_tokens: Annotated[int, Field(strict=True, ge=1)] | None = Field(
         None, description="Maximum number of new tokens per completion. Defaults to 16, as in OpenAI's API."
     )
@@ -70,9 +105,9 @@ class CompletionRequest(BaseModel):
     n: Annotated[int, Field(strict=True, ge=1)] | None = Field(
         None, description="Number of completions per prompt. Defaults to 1."
     )
-    stop: String | Strings | None = Field(
-        None, description="Stop strings. Generation ends at the first one, which is not part of the completion."
-    )
+    stop: Annotated[
+        String | Strings | None, BeforeValidator(lambda value: _check_length(value, Limits.max_stop_strings, "strings"))
+    ] = Field(None, description="Stop strings. Generation ends at the first one, which is not part of the completion.")
     seed: Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)] | None = Field(
         None, description="Random seed. The noise depends on it and on the choice's index, not on other requests."
     )
@@ -91,7 +126,9 @@ class CompletionRequest(BaseModel):
     best_of: StrictInt | None = Field(None, description="Not supported, except for 1.")
     presence_penalty: Number | None = Field(None, description="Not supported, except for 0.")
     frequency_penalty: Number | None = Field(None, description="Not supported, except for 0.")
-    logit_bias: dict[str, Number] | None = Field(None, description="Not supported, except for an empty object.")
+    logit_bias: Annotated[
+        dict[str, Number] | None, BeforeValidator(lambda value: _check_length(value, MAX_LOGIT_BIAS, "entries"))
+    ] = Field(None, description="Not supported, except for an empty object.")
     suffix: String | None = Field(None, description="Not supported, except for an empty string.")
 
 
