@@ -468,6 +468,14 @@ def serve(
     open_to_all: Annotated[
         bool, typer.Option("--open-to-all", help="Allow listening on a non-loopback address without an API key.")
     ] = False,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Host name that requests may use besides localhost, e.g. calm.example; may be repeated. A server on a "
+            "loopback address without an API key refuses other names. By default all other servers accept any name.",
+        ),
+    ] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of sequences per decoding step.")] = 32,
     max_queue: Annotated[
         int, typer.Option(min=0, help="Maximum number of queued sequences; requests beyond it get HTTP 429.")
@@ -493,6 +501,9 @@ def serve(
     keys = api_key or []
     if any(not key.strip() for key in keys):
         raise UserError("an API key is empty; omit --api-key to serve without authentication")
+    names = allowed_host or []
+    if wrong := [name for name in names if not name.strip() or "/" in name]:
+        raise UserError(f"--allowed-host {wrong[0]!r} is not a host name; pass a name such as calm.example")
     limits = Limits(
         max_batch=max_batch,
         max_queue=max_queue,
@@ -506,7 +517,7 @@ def serve(
         generators = run.load_generators(model, baseline, device, dtype)
     run.raise_file_limit()
     gc.freeze()  # a garbage collection between two requests would scan all objects of torch and the model: 0.2 s
-    server = run.make_server(generators, limits, keys)
+    server = run.make_server(generators, limits, keys, run.allowed_hosts(listener, host, names, bool(keys)))
     listener.listen(server.config.backlog)  # before the URL is printed, so that no client is refused a connection
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     console.stderr.print(f"Serving {', '.join(generators)} at {url} (playground), {url}/v1 (OpenAI-compatible API)")

@@ -24,12 +24,18 @@ def generators(models) -> dict[str, TextGenerator]:
 class LocalServer:
     """A server in a thread of this process, on its own port."""
 
-    def __init__(self, generators: dict[str, TextGenerator], limits: Limits, keys: list[str]):
+    def __init__(
+        self,
+        generators: dict[str, TextGenerator],
+        limits: Limits,
+        keys: list[str],
+        allowed_hosts: set[str] | None = None,
+    ):
         listener = run.bind("127.0.0.1", 0, True, False)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # small, so that slow clients cause backpressure
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = run.make_server(generators, limits, keys)
+        self.server = run.make_server(generators, limits, keys, allowed_hosts)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]}, daemon=True)
         self.thread.start()
         self.schedulers = {scheduler.name: scheduler for scheduler in self.server.schedulers}
@@ -99,8 +105,8 @@ def start(generators) -> Iterator[Callable[..., LocalServer]]:
     """Start servers with given limits and keys; they stop after the test."""
     servers: list[LocalServer] = []
 
-    def start_one(keys: list[str] | None = None, **limits: Any) -> LocalServer:
-        servers.append(LocalServer(generators, Limits(**limits), keys or []))
+    def start_one(keys: list[str] | None = None, allowed_hosts: set[str] | None = None, **limits: Any) -> LocalServer:
+        servers.append(LocalServer(generators, Limits(**limits), keys or [], allowed_hosts))
         return servers[-1]
 
     yield start_one

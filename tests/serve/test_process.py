@@ -96,6 +96,7 @@ def test_restart_on_the_same_port_after_sigkill(process):
     try:
         response = httpx.post(f"{restarted.url}/v1/completions", json={"model": "bundled", "max_tokens": 4}, timeout=60)
         assert response.status_code == 200
+        assert httpx.get(f"{restarted.url}/v1/models", headers={"Host": "evil.example"}).status_code == 403
         restarted.process.send_signal(signal.SIGINT)
         assert restarted.process.wait(60) == 0
     finally:

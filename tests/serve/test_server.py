@@ -371,6 +371,33 @@ def test_bind_addresses():
             run.bind("127.0.0.1", listener.getsockname()[1], False, False)
 
 
+def test_dns_rebinding(start):
+    with run.bind("127.0.0.1", 0, has_keys=False, open_to_all=False) as listener:
+        allowed = run.allowed_hosts(listener, "127.0.0.1", ["Calm.example"], has_keys=False)
+    server = start(allowed_hosts=allowed)
+    fields = {"model": "calm-2", "max_tokens": 2}
+    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]", "[::1]:8000", "calm.example"):
+        assert server.client.post("/v1/completions", json=fields, headers={"Host": host}).status_code == 200
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "[::2]", ""):
+        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/"), ("GET", "/metrics")):
+            response = server.client.request(method, path, json=fields, headers={"Host": host})
+            assert response.status_code == 403
+            assert f"the host {host!r} is not allowed" in response.json()["error"]["message"]
+    with server.connect() as connection:
+        connection.sendall(b"GET /ready HTTP/1.0\r\n\r\n")  # without a Host header
+        assert b"403" in connection.recv(100)
+
+
+def test_which_servers_check_the_host():
+    local = {"localhost", "127.0.0.1", "[::1]"}
+    with run.bind("127.0.0.1", 0, True, False) as loopback, run.bind("0.0.0.0", 0, True, False) as everywhere:
+        assert run.allowed_hosts(loopback, "127.0.0.1", [], has_keys=False) == local
+        assert run.allowed_hosts(loopback, "here", ["a.example:80"], has_keys=False) == local | {"here", "a.example"}
+        assert run.allowed_hosts(loopback, "127.0.0.1", ["a.example"], has_keys=True) == local | {"a.example"}
+        assert run.allowed_hosts(loopback, "127.0.0.1", [], has_keys=True) is None
+        assert run.allowed_hosts(everywhere, "0.0.0.0", [], has_keys=False) is None
+
+
 def test_connections_have_tcp_nodelay(start):
     """Without it each response waits about 40 ms for the client's delayed acknowledgement."""
     server = start()
@@ -400,8 +427,8 @@ def test_requests_cause_no_garbage_collection_of_the_model(monkeypatch):
 
 
 def test_command_errors(calm, models):
-    def serve(model: str | Path, host: str = "127.0.0.1", keys: tuple[str, ...] = ()) -> None:
-        serve_command(Path(model), host=host, port=0, api_key=list(keys))
+    def serve(model: str | Path, host: str = "127.0.0.1", keys: tuple[str, ...] = (), **options) -> None:
+        serve_command(Path(model), host=host, port=0, api_key=list(keys), **options)
 
     with pytest.raises(UserError, match="is not a model directory"):
         serve("nowhere")
@@ -409,6 +436,9 @@ def test_command_errors(calm, models):
         serve(models / "autoencoder")
     with pytest.raises(UserError, match="an API key is empty"):
         serve("bundled", keys=("first", " "))
+    for name in (" ", "http://calm.example"):
+        with pytest.raises(UserError, match="is not a host name"):
+            serve("bundled", allowed_host=[name])
     result = calm("serve", "bundled", "--host", "0.0.0.0")
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
     assert "--open-to-all" in result.stderr

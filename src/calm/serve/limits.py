@@ -1,10 +1,12 @@
 """Request limits of the server, the middleware that applies them to request bodies, and errors in OpenAI's format."""
 
 import asyncio
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import Counter
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -75,6 +77,36 @@ def has_too_many_collections(body: bytes) -> bool:
     without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     outside_strings = b"".join(without_escapes.split(b'"')[::2])
     return outside_strings.count(b"[") + outside_strings.count(b"{") > MAX_COLLECTIONS
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, without the port."""
+    name = (
+        host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+    )  # [::1]:8000 or localhost:8000
+    return name.lower()
+
+
+class HostCheckMiddleware:
+    """Refuses requests to other host names: with DNS rebinding any web page can send requests to loopback addresses.
+
+    Its name then resolves to 127.0.0.1, which makes the server part of the page's origin.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Set[str]):
+        self.app, self.allowed = app, allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else None
+        if host is None or host_name(host) in self.allowed:
+            await self.app(scope, receive, send)
+            return
+        message = (
+            f"the host {truncated_repr(host)} is not allowed; use one of {', '.join(sorted(self.allowed))}, or start "
+            "the server with --allowed-host NAME"
+        )
+        response = JSONResponse(error_body(message, "invalid_request_error", code="host_not_allowed"), 403)
+        await response(scope, receive, send)
 
 
 class BodyLimitMiddleware:

@@ -12,7 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from calm.checkpoint import resolve_model_dir
 from calm.errors import UserError
 from calm.generate.text import TextGenerator
-from calm.serve.limits import Limits
+from calm.serve.limits import Limits, host_name
 from calm.serve.server import create_app
 
 DRAIN_SECONDS = 0.5  # minimum time between signal and exit, in which late requests still get a 503
@@ -44,8 +44,7 @@ def bind(host: str, port: int, has_keys: bool, open_to_all: bool) -> socket.sock
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
         raise UserError(f"cannot resolve --host {host!r}: {error}; use an address of this machine") from error
-    loopback = str(address[0]).startswith("127.") or address[0] == "::1"
-    if not (loopback or has_keys or open_to_all):
+    if not (is_loopback(str(address[0])) or has_keys or open_to_all):
         raise UserError(
             f"--host {host} accepts connections from other machines, but no API key is set: set --api-key (or "
             "CALM_API_KEY), or pass --open-to-all"
@@ -58,6 +57,23 @@ def bind(host: str, port: int, has_keys: bool, open_to_all: bool) -> socket.sock
         listener.close()
         raise UserError(f"cannot listen on {host} port {port}: {error.strerror}; try another --port") from error
     return listener
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def allowed_hosts(listener: socket.socket, host: str, names: list[str], has_keys: bool) -> set[str] | None:
+    """Names that the Host header may have, or None for any.
+
+    Args:
+        host: `--host`, the address of the listener.
+        names: `--allowed-host`. Without them only a loopback server without API keys checks the header.
+    """
+    if not names and (has_keys or not is_loopback(listener.getsockname()[0])):
+        return None
+    address = f"[{host}]" if ":" in host else host
+    return {"localhost", "127.0.0.1", "[::1]", *(host_name(name) for name in (address, *names))}
 
 
 class TimeoutProtocol(H11Protocol):
@@ -139,8 +155,10 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
-def make_server(generators: dict[str, TextGenerator], limits: Limits, keys: list[str]) -> Server:
-    app = create_app(generators, limits, keys)
+def make_server(
+    generators: dict[str, TextGenerator], limits: Limits, keys: list[str], allowed_hosts: set[str] | None = None
+) -> Server:
+    app = create_app(generators, limits, keys, allowed_hosts=allowed_hosts)
     config = uvicorn.Config(
         app,
         http=type("Protocol", (TimeoutProtocol,), {"limits": limits}),

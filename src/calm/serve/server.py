@@ -2,7 +2,7 @@
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Annotated, Any
@@ -16,7 +16,15 @@ from starlette.exceptions import HTTPException
 from calm import __version__
 from calm.generate.text import TextGenerator
 from calm.serve.completions import create_completion
-from calm.serve.limits import MAX_QUOTED_CHARS, ApiError, BodyLimitMiddleware, Limits, error_body, truncated_repr
+from calm.serve.limits import (
+    MAX_QUOTED_CHARS,
+    ApiError,
+    BodyLimitMiddleware,
+    HostCheckMiddleware,
+    Limits,
+    error_body,
+    truncated_repr,
+)
 from calm.serve.metrics import Metrics
 from calm.serve.requests import CompletionRequest
 from calm.serve.scheduler import Scheduler
@@ -37,6 +45,7 @@ COMPLETION_RESPONSES: dict[int | str, dict[str, Any]] = {
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"description": "Invalid or unsupported request; the message gives the reason."},
     401: {"description": "Missing or invalid API key."},
+    403: {"description": "The Host header has a name that is not allowed."},
     404: {"description": "Unknown model."},
     408: {"description": "The request body did not arrive in time."},
     413: {"description": "The request body is too large."},
@@ -47,7 +56,11 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(
-    generators: dict[str, TextGenerator], limits: Limits, keys: list[str], scheduler_class: type[Scheduler] = Scheduler
+    generators: dict[str, TextGenerator],
+    limits: Limits,
+    keys: list[str],
+    scheduler_class: type[Scheduler] = Scheduler,
+    allowed_hosts: Set[str] | None = None,
 ) -> FastAPI:
     """Create the application.
 
@@ -56,6 +69,7 @@ def create_app(
         limits: Request limits.
         keys: Valid API keys; empty to disable authentication.
         scheduler_class: Called with (name, generator, limits, metrics) for each model.
+        allowed_hosts: Names that the Host header may have; None: any.
     """
     metrics, valid_keys = Metrics(), [key.encode() for key in keys]
     schedulers = {name: scheduler_class(name, generator, limits, metrics) for name, generator in generators.items()}
@@ -71,6 +85,8 @@ def create_app(
     app = FastAPI(title="calm", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.schedulers = schedulers
 
+    if allowed_hosts is not None:
+        app.add_middleware(HostCheckMiddleware, allowed=allowed_hosts)
     app.add_middleware(BodyLimitMiddleware, limits=limits, responses=metrics.requests)
 
     def authorized(authorization: Annotated[str | None, Header()] = None) -> None:
