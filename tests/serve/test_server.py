@@ -12,6 +12,10 @@ from calm.cli import serve as serve_command
 from calm.errors import UserError
 from calm.generate.sampler import SamplingParams
 from calm.serve import run
+from calm.serve.limits import Limits
+from calm.serve.metrics import Metrics
+from calm.serve.requests import CompletionRequest, build_sequences
+from calm.serve.scheduler import Scheduler, SequenceState
 from tests.serve.conftest import wait_for
 
 
@@ -261,6 +265,44 @@ def test_full_queue_rejects_immediately(start):
             assert b"200 OK" in connection.recv(100)
     assert server.post(max_tokens=2).status_code == 200
     assert server.post(n=3, max_tokens=2).status_code == 400  # can never fit, so not a 429
+
+
+def test_slots_are_shared_among_requests(generators):
+    scheduler = Scheduler("calm-2", generators["calm-2"], Limits(max_batch=8), Metrics())
+
+    def add(n: int) -> list[SequenceState]:
+        request = CompletionRequest(model="calm-2", prompt="the", n=n)
+        states = build_sequences(request, [("the", [5])], scheduler.generator.tokenizer, scheduler.limits)
+        scheduler.add(states)
+        return states
+
+    def num_running(*requests: list[SequenceState]) -> list[int]:
+        scheduler._schedule_waiting()
+        return [sum(id(state.sequence) in scheduler.running for state in states) for states in requests]
+
+    first, second = add(7), add(5)
+    assert num_running(first, second) == [3, 3]  # a quarter of the slots is kept for other requests
+    third, fourth, fifth = add(2), add(1), add(1)
+    assert num_running(first, second, third, fourth, fifth) == [3, 3, 1, 1, 0]
+    for state in first[:2]:
+        scheduler._remove(state)
+    assert num_running(first, second, third, fourth, fifth) == [1, 3, 1, 1, 1]  # before the others of older requests
+    assert [id(state.sequence) in scheduler.running for state in first] == [False, False, True] + [False] * 4
+
+
+def test_requests_with_many_sequences_do_not_block_others(start):
+    server = start()
+    scheduler, permits = server.schedulers["calm-2"], server.pause_steps()
+    large = [server.send(n=8, max_tokens=1000) for _ in range(4)]
+    wait_for(lambda: len(scheduler.waiting) + len(scheduler.running) == 32)
+    with server.send(max_tokens=2) as small:
+        wait_for(lambda: len(scheduler.waiting) + len(scheduler.running) == 33)
+        permits.release(2)  # the step in progress, and one with the small request
+        small.settimeout(5)
+        assert b"200 OK" in small.recv(100)
+    for connection in large:
+        connection.close()
+    permits.release(1000)
 
 
 @pytest.mark.parametrize("stream", [True, False])

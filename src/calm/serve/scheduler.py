@@ -4,14 +4,14 @@
                                  ▲                         │
                                  └── slots of finished, aborted and expired sequences
 
-Sequences are added and removed between steps. A slow client never blocks the batch: its outputs are queued, and
-max_new_tokens bounds the queue.
+Sequences are added and removed between steps, and slots are shared among requests. A slow client never blocks the
+batch: its outputs are queued, and max_new_tokens bounds the queue.
 """
 
 import asyncio
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -130,13 +130,21 @@ class Scheduler:
         return outputs
 
     def _schedule_waiting(self) -> None:
-        """Move sequences from the waiting queue to the batch while there are free slots."""
-        tokens = 0
-        while self.waiting and len(self.running) < self.limits.max_batch:
-            tokens += len(self.waiting[0].sequence.prompt)
+        """Move sequences from the waiting queue to the batch while there are free slots, shared among the requests.
+
+        The request with the fewest running sequences comes first, then the oldest. A quarter of the slots is kept for
+        requests that have none, so that requests with many sequences do not block others.
+        """
+        tokens, num_running = 0, Counter(state.outputs for state in self.running.values())
+        while self.waiting and (free_slots := self.limits.max_batch - len(self.running)) > 0:
+            state = min(self.waiting, key=lambda state: num_running[state.outputs])
+            if num_running[state.outputs] and free_slots <= self.limits.max_batch // 4:
+                break
+            tokens += len(state.sequence.prompt)
             if tokens > MAX_PREFILL_TOKENS and self.engine.waiting:
                 break
-            state = self.waiting.popleft()
+            self.waiting.remove(state)
+            num_running[state.outputs] += 1
             self.engine.add([state.sequence])
             self.running[id(state.sequence)] = state
 
