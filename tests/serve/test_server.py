@@ -272,7 +272,7 @@ def test_slots_are_shared_among_requests(generators):
 
     def add(n: int) -> list[SequenceState]:
         request = CompletionRequest(model="calm-2", prompt="the", n=n)
-        states = build_sequences(request, [("the", [5])], scheduler.generator.tokenizer, scheduler.limits)
+        states = build_sequences(request, [("the", [5])], 16, scheduler.generator.tokenizer, scheduler.limits)
         scheduler.add(states)
         return states
 

@@ -148,11 +148,18 @@ class Engine:
         config = getattr(model.config, "backbone_config", model.config)
         check_positions(config, self._longest(sequence), "chunks" if size > 1 else "tokens")
 
+    def max_new_tokens(self, prompt: list[int]) -> float:
+        """New tokens that fit the backbone's positions after a prompt; at most 0 if none do, inf without a limit."""
+        config = getattr(self.model.config, "backbone_config", self.model.config)
+        positions = getattr(config, "max_position_embeddings", None) or math.inf
+        return (positions + 1 - self._prompt_chunks(prompt)) * self.model.chunk_size
+
+    def _prompt_chunks(self, prompt: list[int]) -> int:
+        return max(1, -(-len(whole_chunks(self.model, prompt)) // self.model.chunk_size))
+
     def _longest(self, sequence: Sequence) -> int:
         """Positions that the backbone reads of a sequence, at most; the last chunk is sampled, but never read."""
-        size = self.model.chunk_size
-        prompt = max(1, -(-len(whole_chunks(self.model, sequence.prompt)) // size))
-        return prompt + -(-sequence.max_new_tokens // size) - 1
+        return self._prompt_chunks(sequence.prompt) + -(-sequence.max_new_tokens // self.model.chunk_size) - 1
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Add sequences to the waiting queue."""

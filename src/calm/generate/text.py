@@ -102,6 +102,7 @@ class TextGenerator:
     """
 
     def __init__(self, directory: Path, device: str = "auto", dtype: str = "auto", *, int8: bool = False):
+        self.directory = directory
         self.model = move_model(load_language_model(directory), resolve_device(device), dtype).eval()
         if int8:
             prepare_inference(self.model, int8=True)

@@ -1,4 +1,4 @@
-"""Responses of /v1/completions: one JSON body, or a stream with one event per chunk."""
+"""/v1/completions: one JSON body, or a stream with one event per chunk."""
 
 import asyncio
 import json
@@ -13,7 +13,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from calm.errors import ConfigError
 from calm.serve.limits import ApiError, Limits, error_body, queue_full
-from calm.serve.requests import CompletionRequest, build_sequences, check_limit, check_supported, parse_prompts
+from calm.serve.requests import (
+    CompletionRequest,
+    GenerationRequest,
+    build_sequences,
+    check_limit,
+    check_supported,
+    parse_prompts,
+)
 from calm.serve.scheduler import Scheduler, SequenceOutput, SequenceState
 
 
@@ -21,10 +28,22 @@ async def create_completion(
     request: CompletionRequest, raw_request: Request, scheduler: Scheduler, limits: Limits
 ) -> Response:
     check_supported(request)
-    tokenizer = scheduler.generator.tokenizer
     # long prompts would block the event loop
-    prompts = await run_in_threadpool(parse_prompts, request, tokenizer, limits)
-    states = build_sequences(request, prompts, tokenizer, limits)
+    prompts = await run_in_threadpool(parse_prompts, request, scheduler.generator.tokenizer, limits)
+    return await respond(Completion, request, raw_request, scheduler, limits, prompts, request.max_tokens or 16)
+
+
+async def respond(
+    response_class: "type[Completion]",
+    request: GenerationRequest,
+    raw_request: Request,
+    scheduler: Scheduler,
+    limits: Limits,
+    prompts: list[tuple[str, list[int]]],
+    max_tokens: int,
+) -> Response:
+    """Schedule the sequences of a request, and build its response from their outputs."""
+    states = build_sequences(request, prompts, max_tokens, scheduler.generator.tokenizer, limits)
     try:
         for state in states:
             scheduler.engine.validate(state.sequence)
@@ -34,7 +53,7 @@ async def create_completion(
     check_limit("the number of candidates of all sequences", draws, limits.max_draws)
     check_limit("the number of sequences", len(states), limits.max_batch + limits.max_queue)
     scheduler.add(states)
-    completion = Completion(request, scheduler, states, prompts)
+    completion = response_class(request, scheduler, states, prompts)
     if request.stream:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not buffer the stream
         return StreamingResponse(completion.stream(raw_request), media_type="text/event-stream", headers=headers)
@@ -44,9 +63,11 @@ async def create_completion(
 class Completion:
     """The response to one request, built from the outputs of its sequences."""
 
+    id_prefix, object, stream_object = "cmpl", "text_completion", "text_completion"
+
     def __init__(
         self,
-        request: CompletionRequest,
+        request: GenerationRequest,
         scheduler: Scheduler,
         states: list[SequenceState],
         prompts: list[tuple[str, list[int]]],
@@ -54,14 +75,27 @@ class Completion:
         self.scheduler, self.states, self.outputs = scheduler, states, states[0].outputs
         self.include_usage = request.stream_options is not None and request.stream_options.include_usage
         prompt_texts = [text for text, _ in prompts for _ in range(request.n or 1)]
-        self.prefixes = prompt_texts if request.echo else [""] * len(states)
+        echo = isinstance(request, CompletionRequest) and request.echo
+        self.prefixes = prompt_texts if echo else [""] * len(states)
         self.prompt_tokens = sum(len(ids) for _, ids in prompts)
         self.common_fields = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
+            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
+            "object": self.stream_object if request.stream else self.object,
             "created": int(time.time()),
             "model": request.model,
         }
+
+    def first_deltas(self) -> list[dict[str, Any]]:
+        """Choices of events before the first chunk: the echoed prompts."""
+        return [self.delta(index, prefix, None) for index, prefix in enumerate(self.prefixes) if prefix]
+
+    def choice(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+        """A choice of the full response."""
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+    def delta(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+        """A choice of an event."""
+        return self.choice(index, text, finish_reason)
 
     async def full_response(self, raw_request: Request) -> Response:
         texts = list(self.prefixes)
@@ -74,20 +108,19 @@ class Completion:
         if set(finish_reasons) == {"timeout"} and not any(state.sequence.output_ids for state in self.states):
             timeout = self.scheduler.limits.max_seconds
             raise queue_full(f"the request timed out in the waiting queue after {timeout:g} s; retry later")
-        choices = [_choice(index, *each) for index, each in enumerate(zip(texts, finish_reasons, strict=True))]
+        choices = [self.choice(index, *each) for index, each in enumerate(zip(texts, finish_reasons, strict=True))]
         return JSONResponse({**self.common_fields, "choices": choices, "usage": self._usage()})
 
     async def stream(self, raw_request: Request) -> AsyncIterator[bytes]:
-        """One event per chunk of each sequence, after one event per echoed prompt."""
-        for index, prefix in enumerate(self.prefixes):
-            if prefix:
-                yield self._event([_choice(index, prefix, None)])
+        """One event per chunk of each sequence."""
+        for delta in self.first_deltas():
+            yield self._event([delta])
         async for index, output in self._iterate(raw_request):
             if output.finish_reason == "error":
                 yield _sse(error_body(f"the model failed: {output.text}", "server_error"))
                 return
             chunk = {"ids": output.token_ids, "agreement": output.agreement}
-            yield self._event([{**_choice(index, output.text, output.finish_reason), "chunk": chunk}])
+            yield self._event([{**self.delta(index, output.text, output.finish_reason), "chunk": chunk}])
         if self.include_usage:
             yield self._event([], self._usage())
         yield b"data: [DONE]\n\n"
@@ -120,10 +153,6 @@ class Completion:
             "completion_tokens": completion_tokens,
             "total_tokens": self.prompt_tokens + completion_tokens,
         }
-
-
-def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 
 def _sse(data: dict[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""Request schema of /v1/completions: OpenAI's fields, plus the extensions num_candidates and method."""
+"""Request schemas of the endpoints: OpenAI's fields, plus the extensions num_candidates and method."""
 
 import asyncio
 import secrets
@@ -47,7 +47,7 @@ def _check_surrogates(text: str) -> str:
     return text
 
 
-def _check_length(value: Any, limit: int, elements: str) -> Any:
+def check_length(value: Any, limit: int, elements: str) -> Any:
     """Check before the elements are validated: validation blocks the event loop, and reports each invalid element."""
     if isinstance(value, list | dict) and len(value) > limit:
         message, context = "{count} {elements}, but at most {limit} are accepted", {"elements": elements}
@@ -57,7 +57,7 @@ def _check_length(value: Any, limit: int, elements: str) -> Any:
 
 def _check_prompts(prompt: Any) -> Any:
     one = isinstance(prompt, list) and prompt and isinstance(prompt[0], int)  # prompt of token ids
-    return prompt if one else _check_length(prompt, Limits.max_sequences, "prompts")
+    return prompt if one else check_length(prompt, Limits.max_sequences, "prompts")
 
 
 String = Annotated[str, Field(strict=True), AfterValidator(_check_surrogates)]
@@ -76,44 +76,33 @@ class Object(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, data: Any) -> Any:
-        return _check_length(data, MAX_FIELDS, "fields")
+        return check_length(data, MAX_FIELDS, "fields")
 
 
 class StreamOptions(Object):
     include_usage: StrictBool = False
 
 
-class CompletionRequest(Object):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {"model": "bundled", "prompt": "And God said", "max_tokens": 40, "temperature": 0.5}
-        },
-    )
+class GenerationRequest(Object):
+    """Fields of all endpoints that generate text."""
 
     model: String = Field(max_length=256, description="ID of a model listed at /v1/models.")
-    prompt: Annotated[
-        String | Strings | TokenIds | Annotated[list[TokenIds], FailFast] | None, BeforeValidator(_check_prompts)
-    ] = Field(None, description="A string or a list of token ids, or a list of either. Defaults to the empty string.")
-    max_tokens: Annotated[int, Field(strict=True, ge=1)] | None = Field(
-        None, description="Maximum number of new tokens per completion. Defaults to 16, as in OpenAI's API."
-    )
     temperature: Annotated[float, Field(strict=True, gt=0, le=2, allow_inf_nan=False)] | None = Field(
         None,
         description="Sampling temperature, above 0 and at most 1. Models with a chain head and Transformers accept "
         "values up to 2. Defaults to 1.",
     )
     n: Annotated[int, Field(strict=True, ge=1)] | None = Field(
-        None, description="Number of completions per prompt. Defaults to 1."
+        None, description="Number of choices per prompt. Defaults to 1."
     )
     stop: Annotated[
-        String | Strings | None, BeforeValidator(lambda value: _check_length(value, Limits.max_stop_strings, "strings"))
-    ] = Field(None, description="Stop strings. Generation ends at the first one, which is not part of the completion.")
+        String | Strings | None, BeforeValidator(lambda value: check_length(value, Limits.max_stop_strings, "strings"))
+    ] = Field(None, description="Stop strings. Generation ends at the first one, which is not part of the text.")
     seed: Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)] | None = Field(
         None, description="Random seed. The noise depends on it and on the choice's index, not on other requests."
     )
     stream: StrictBool | None = Field(None, description="Whether to stream the completion, one event per chunk.")
     stream_options: StreamOptions | None = None
-    echo: StrictBool | None = Field(None, description="Whether to prepend the prompt to the completion.")
     user: String | None = Field(None, description="Accepted and ignored.")
     num_candidates: Annotated[int, Field(strict=True, ge=1)] | None = Field(
         None, description="Extension: number of candidates per chunk for temperatures below 1."
@@ -121,21 +110,37 @@ class CompletionRequest(Object):
     method: Method | None = Field(
         None, description="Extension: algorithm for temperatures below 1; see docs/sampling.md."
     )
-    logprobs: StrictInt | None = Field(None, description="Not supported.")
     top_p: Number | None = Field(None, description="Not supported, except for 1.")
-    best_of: StrictInt | None = Field(None, description="Not supported, except for 1.")
     presence_penalty: Number | None = Field(None, description="Not supported, except for 0.")
     frequency_penalty: Number | None = Field(None, description="Not supported, except for 0.")
     logit_bias: Annotated[
-        dict[str, Number] | None, BeforeValidator(lambda value: _check_length(value, MAX_LOGIT_BIAS, "entries"))
+        dict[str, Number] | None, BeforeValidator(lambda value: check_length(value, MAX_LOGIT_BIAS, "entries"))
     ] = Field(None, description="Not supported, except for an empty object.")
+
+
+class CompletionRequest(GenerationRequest):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"model": "bundled", "prompt": "And God said", "max_tokens": 40, "temperature": 0.5}
+        },
+    )
+
+    prompt: Annotated[
+        String | Strings | TokenIds | Annotated[list[TokenIds], FailFast] | None, BeforeValidator(_check_prompts)
+    ] = Field(None, description="A string or a list of token ids, or a list of either. Defaults to the empty string.")
+    max_tokens: Annotated[int, Field(strict=True, ge=1)] | None = Field(
+        None, description="Maximum number of new tokens per completion. Defaults to 16, as in OpenAI's API."
+    )
+    echo: StrictBool | None = Field(None, description="Whether to prepend the prompt to the completion.")
+    logprobs: StrictInt | None = Field(None, description="Not supported.")
+    best_of: StrictInt | None = Field(None, description="Not supported, except for 1.")
     suffix: String | None = Field(None, description="Not supported, except for an empty string.")
 
 
-def check_supported(request: CompletionRequest) -> None:
-    """Raise ApiError for fields that CALM models do not support."""
+def check_supported(request: GenerationRequest) -> None:
+    """Raise ApiError for fields that this server does not support."""
     for field, (accepted, reason) in UNSUPPORTED.items():
-        if (value := getattr(request, field)) not in accepted:
+        if (value := getattr(request, field, None)) not in accepted:
             message = f"{field} = {truncated_repr(value)} is not supported: {reason}"
             raise ApiError(400, message, param=field, code="unsupported_value")
     if request.stream_options is not None and not request.stream:
@@ -151,7 +156,6 @@ def parse_prompts(request: CompletionRequest, tokenizer: Tokenizer, limits: Limi
         raise ApiError(400, "prompt is an empty list; pass a string, which may be empty", param="prompt")
     else:
         prompts = [prompt] if isinstance(prompt[0], int) else list(prompt)
-    check_limit("n times the number of prompts", (request.n or 1) * len(prompts), limits.max_sequences)
     return [
         (each, tokenizer.encode(each)) if isinstance(each, str) else (_decode(each, tokenizer), list(each))
         for each in prompts
@@ -171,13 +175,18 @@ def check_limit(name: str, value: int, limit: int) -> None:
 
 
 def build_sequences(
-    request: CompletionRequest, prompts: list[tuple[str, list[int]]], tokenizer: Tokenizer, limits: Limits
+    request: GenerationRequest,
+    prompts: list[tuple[str, list[int]]],
+    max_tokens: int,
+    tokenizer: Tokenizer,
+    limits: Limits,
 ) -> list[SequenceState]:
     """The n sequences of each prompt, in OpenAI's order: all of the first prompt, then all of the second."""
-    n, max_tokens = request.n or 1, request.max_tokens or 16
+    n = request.n or 1
     stop_strings = [request.stop] if isinstance(request.stop, str) else request.stop or []
     prompt_length = max(len(ids) for _, ids in prompts)
     for name, value, limit in (
+        ("n times the number of prompts", n * len(prompts), limits.max_sequences),
         ("max_tokens", max_tokens, limits.max_new_tokens),
         ("num_candidates", request.num_candidates or 1, limits.max_candidates),
         ("the number of prompt tokens", prompt_length, limits.max_prompt_tokens),

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from calm import __version__
 from calm.generate.text import TextGenerator
+from calm.serve.chat import ChatCompletionRequest, ChatTemplate, create_chat_completion
 from calm.serve.completions import create_completion
 from calm.serve.limits import (
     MAX_QUOTED_CHARS,
@@ -71,6 +72,7 @@ def create_app(
         scheduler_class: Called with (name, generator, limits, metrics) for each model.
         allowed_hosts: Names that the Host header may have; None: any.
     """
+    templates = {name: ChatTemplate(generator) for name, generator in generators.items()}
     metrics, valid_keys = Metrics(), [key.encode() for key in keys]
     schedulers = {name: scheduler_class(name, generator, limits, metrics) for name, generator in generators.items()}
 
@@ -103,6 +105,12 @@ def create_app(
     async def completions(request: CompletionRequest, raw_request: Request) -> Response:
         """Complete a prompt, in chunks of K tokens. The response is a single JSON object or a stream."""
         return await create_completion(request, raw_request, get_scheduler(request.model), limits)
+
+    @app.post("/v1/chat/completions", dependencies=[Depends(authorized)], responses=responses, tags=["OpenAI"])
+    async def chat_completions(request: ChatCompletionRequest, raw_request: Request) -> Response:
+        """Continue a conversation. The response is a single JSON object or a stream."""
+        scheduler = get_scheduler(request.model)
+        return await create_chat_completion(request, raw_request, scheduler, limits, templates[scheduler.name])
 
     @app.get("/v1/models", dependencies=[Depends(authorized)], responses={401: ERROR_RESPONSES[401]}, tags=["OpenAI"])
     async def models() -> dict[str, Any]:
