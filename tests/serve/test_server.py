@@ -95,6 +95,8 @@ def test_openai_client(server, generators):
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any")
     assert [model.id for model in client.models.list()] == ["calm-2", "softmax"]
     assert client.models.retrieve("softmax").id == "softmax"
+    with pytest.raises(openai.NotFoundError, match="this endpoint does not exist; this server has POST /v1/comp"):
+        client.embeddings.create(model="calm-2", input="the")
     fields = {"model": "calm-2", "prompt": "the fox", "max_tokens": 12, "seed": 4}
     response = client.completions.create(**fields, extra_body={"method": "batch", "num_candidates": 7}, temperature=0.5)
     expected = generate(generators["calm-2"], "the fox", 12, 4, temperature=0.5, method="batch", num_candidates=7)
@@ -200,7 +202,11 @@ def test_unknown_paths_and_methods(server):
     assert server.client.get("/v1/completions").status_code == 405
     assert server.client.get("/../../etc/passwd").status_code == 404
     assert server.client.get("/v1/models/..%2f..%2fetc%2fpasswd").status_code == 404
-    assert server.client.get("/nowhere").json()["error"]["message"] == "Not Found"
+    for path in ("/v1/embeddings", "/v1/responses", "/completions"):  # the last one without /v1 in the base URL
+        response = server.client.post(path, json={})
+        assert response.status_code == 404
+        for endpoint in ("POST /v1/completions", "POST /v1/chat/completions", "GET /v1/models"):
+            assert endpoint in response.json()["error"]["message"]
     plain = server.client.post(
         "/v1/completions", content=b'{"model": "calm-2"}', headers={"Content-Type": "text/plain"}
     )

@@ -151,12 +151,22 @@ def create_app(
             raise ApiError(404, message, param="model", code="model_not_found")
         return schedulers[name]
 
-    for methods in app.openapi()["paths"].values():  # FastAPI documents 422 for validation errors, which are 400 here
-        for operation in methods.values():
-            operation["responses"].pop("422", None)
+    endpoints = []
+    for path, methods in app.openapi()["paths"].items():
+        for method, operation in methods.items():
+            endpoints.append(f"{method.upper()} {path}")
+            operation["responses"].pop("422", None)  # FastAPI documents it for validation errors, which are 400 here
+
+    async def http_error(_: Request, error: Any) -> JSONResponse:
+        """Unknown paths and methods, and bodies that cannot be parsed."""
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = f"this endpoint does not exist; this server has {', '.join(endpoints)}"
+        return JSONResponse(error_body(message, "invalid_request_error"), error.status_code, error.headers)
+
     app.exception_handler(ApiError)(_api_error)
     app.exception_handler(RequestValidationError)(_validation_error)
-    app.exception_handler(HTTPException)(_http_error)
+    app.exception_handler(HTTPException)(http_error)
     app.exception_handler(Exception)(_internal_error)
     return app
 
@@ -199,11 +209,6 @@ async def _validation_error(_: Request, error: Any) -> JSONResponse:
     else:
         message = f"{param or 'body'}: {first['msg']}"
     return JSONResponse(error_body(message, "invalid_request_error", param), 400)
-
-
-async def _http_error(_: Request, error: Any) -> JSONResponse:
-    """Unknown paths and methods, and bodies that cannot be parsed."""
-    return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code, error.headers)
 
 
 async def _internal_error(_: Request, error: Any) -> JSONResponse:
