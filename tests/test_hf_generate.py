@@ -93,7 +93,8 @@ def test_too_few_candidates_are_warned_about(model, method):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": 0}, "above 0 and at most 1, not 0; .* 0.1"),
+        ({"temperature": 1e-10}, "above 0 and at most 1, not 1e-10; .* 0.1"),
+        ({"temperature": 0, "method": "exact"}, "above 0 with the method 'exact', not 0"),
         ({"temperature": 1.5}, "at most 1, not 1.5"),
         ({"temperature": float("nan")}, "not nan"),
         ({"temperature": "0.5"}, "at most 1, not 0.5"),

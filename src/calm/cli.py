@@ -335,7 +335,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="Prompt, or - for stdin. Default: empty.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 128,
     temperature: Annotated[
-        float, typer.Option(help="Sampling temperature, above 0. Values above 1 require --method mixture.")
+        float, typer.Option(help="Sampling temperature; 0 is greedy. Values above 1 require --method mixture.")
     ] = 1.0,
     num_candidates: Annotated[
         int | None,

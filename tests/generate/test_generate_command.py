@@ -67,7 +67,7 @@ def test_fallbacks_are_reported(generate):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["x", "--temperature", 0], "above 0 and at most 1, not 0.0"),
+        (["x", "--temperature", 1e-10], "above 0 and at most 1, not 1e-10"),
         (["x", "--temperature", 2], "at most 1, not 2.0"),
         (["x", "--temperature", "nan"], "not nan"),
         (["x", "--method", "greedy"], "'--method'"),

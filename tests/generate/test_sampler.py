@@ -99,3 +99,29 @@ def test_scaled_noise_reduces_the_spread_of_latents():
         noise = ScaledNoise(RowNoise([0, 1]), torch.tensor([scale, scale])).rows([1])
         spread[scale] = float(model.head.sample(hidden, 200, noise).std(0).mean())
     assert spread[0.001] < 0.5 * spread[1.0]
+
+
+@torch.no_grad()
+def test_temperature_zero():
+    """The most frequent token or chunk among the same draws; the most probable tokens; a draw without noise."""
+    model, rows, number = build_model(2), 6, 50
+    hidden = torch.randn(rows, 16, generator=torch.Generator().manual_seed(0))
+
+    def sample(method: str, seed: int, head=model.head):
+        params = SamplingParams(0, number, method).resolve(head)
+        return sample_chunks(head, hidden, [params] * rows, RowNoise(list(range(seed, seed + rows)))).chunks
+
+    candidates = model.head.propose(hidden, number, RowNoise(list(range(rows)))).tokens()  # (N, B, K)
+    for method, size in (("token", 1), ("batch", 2)):
+        same = (candidates[:, None, :, :size] == candidates[None, :, :, :size]).all(-1).sum(1)  # (N, B): occurrences
+        chosen = (candidates[..., :size] == sample(method, 0)[:, :size]).all(-1).sum(0)
+        assert chosen.tolist() == same.amax(0).tolist()
+    assert sample("noise", 0).tolist() == sample("noise", 7).tolist()
+    for head in (build_model(2, head="chain").head, build_transformer().head):
+        chunks = sample("mixture", 0, head)
+        assert chunks.tolist() == sample("mixture", 7, head).tolist()
+        for k in range(head.chunk_size):
+            log_probs = head.propose(hidden, 1, RowNoise([0] * rows)).log_probs(chunks[:, :k])[0]
+            assert chunks[:, k].tolist() == log_probs.argmax(-1).tolist()
+    with pytest.raises(ConfigError, match="above 0 with the method 'exact'"):
+        SamplingParams(0, method="exact")

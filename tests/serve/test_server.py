@@ -7,6 +7,7 @@ from pathlib import Path
 
 import openai
 import pytest
+import torch
 
 from calm.cli import serve as serve_command
 from calm.errors import UserError
@@ -111,17 +112,51 @@ def test_openai_client(server, generators):
         client.completions.create(**{**fields, "model": "gpt-9"})
 
 
+def test_truncation(server, generators):
+    for model, method in (("softmax", None), ("calm-2", "mixture")):
+        for truncation in ({"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.4}):
+            fields = {"method": method, "temperature": 1.5, **truncation}
+            expected = generate(generators[model], "the", 12, 2, **fields)
+            assert server.text(model=model, max_tokens=12, seed=2, **fields) == expected
+    everything = {"top_p": 1, "top_k": -1, "min_p": 0}  # what clients send by default
+    assert server.text(seed=2, **everything) == server.text(seed=2)
+
+
+def test_temperature_zero_is_greedy(server, generators):
+    model, tokenizer = generators["softmax"].model, generators["softmax"].tokenizer
+    ids = tokenizer.encode("the quick")
+    for _ in range(9):
+        ids.append(int(model.logits(torch.tensor([ids]))[0, -1].argmax()))
+    new = ids[len(tokenizer.encode("the quick")) :]
+    assert tokenizer.eos_token_id not in new
+    for seed in (1, 2):
+        fields = {"model": "softmax", "prompt": "the quick", "temperature": 0, "max_tokens": 9, "seed": seed}
+        assert server.text(**fields) == tokenizer.decode(new)
+    texts = [
+        server.text(temperature=0, method="mixture", num_candidates=500, seed=seed, max_tokens=2) for seed in (1, 2)
+    ]
+    assert texts[0] == texts[1]  # of the mean of so many softmaxes
+    for method in ("token", "batch", "noise"):
+        assert server.post(temperature=0, method=method, seed=1).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"logprobs": 1}, "log-probabilities are not available"),
-        ({"top_p": 0.9}, "truncation is not available"),
+        ({"top_p": 0.9}, "top_p needs token probabilities: use the method 'mixture', not 'token'"),
+        ({"top_k": 5}, "top_k needs token probabilities: use the method 'mixture', not 'token'"),
+        ({"min_p": 0.1}, "min_p needs token probabilities: use the method 'mixture', not 'token'"),
+        ({"model": "softmax", "top_p": 1.5}, "top_p must be above 0 and at most 1, not 1.5"),
+        ({"model": "softmax", "top_k": -2}, "top_k must be at least 1, not -2"),
         ({"best_of": 3}, "use n"),
         ({"presence_penalty": 0.5}, "penalties are not available"),
         ({"logit_bias": {"5": 1}}, "logits cannot be changed"),
         ({"suffix": "x"}, "can only be appended"),
-        ({"temperature": 0}, "temperature"),
-        ({"temperature": 1.5}, "at most 1, not 1.5"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"temperature": 0, "method": "exact"}, "above 0 with the method 'exact', not 0; use 'token'"),
+        ({"temperature": 1.5}, "at most 1, not 1.5, with the method 'token'; use the method 'mixture'"),
         ({"temperature": "0.5"}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 3000}, "max_tokens is 3000, but this server accepts at most 2048"),

@@ -101,7 +101,7 @@ class GenerationStats:
                 f"for {self.fallen_back} of {self.chunks} chunks no candidate occurred often enough among "
                 f"{params.number}, so the temperature had little or no effect; {remedy}"
             )
-        if params.method == "token" and params.number < 1 / params.temperature:
+        if params.method == "token" and 0 < params.number * params.temperature < 1:
             return f"{params.number} candidates are too few for a temperature of {params.temperature}"
         return None
 

@@ -20,6 +20,7 @@ from calm.errors import ConfigError, did_you_mean
 from calm.generate.mixture import LogitsProcessor, sample_mixture
 from calm.generate.rejection import MAX_DRAWS, sample_by_rejection
 from calm.generate.temperature import (
+    MIN_TEMPERATURE,
     UNKNOWN,
     Candidates,
     SamplingStats,
@@ -43,7 +44,9 @@ class SamplingParams:
     """How chunks are sampled.
 
     Args:
-        temperature: in (0, 1]; above 1 only with the method "mixture" and for heads with token probabilities.
+        temperature: in (0, 1]; above 1 only with the method "mixture" and for heads with token probabilities. 0 selects
+            the most probable tokens with "mixture", the most frequent candidates with "token" and "batch", and no
+            noise with "noise".
         num_candidates: N, draws per chunk; by default 200, and 64 for "mixture". The limit of draws for "exact".
         method: see above; by default the one that suits the model's head.
         tolerance: for "batch": total variation at which no more candidates are drawn; 0: always draw all.
@@ -77,9 +80,19 @@ class SamplingParams:
         for name in ("top_k", "top_p", "min_p"):
             if getattr(self, name) is not None and self.method is not None:
                 raise ConfigError(f"{name} needs token probabilities: use the method 'mixture', not {self.method!r}")
+        if self.temperature == 0:
+            if self.method == "exact":
+                raise ConfigError("temperature must be above 0 with the method 'exact', not 0; use 'token'")
+            return
         warm = isinstance(self.temperature, int | float) and self.temperature > 1
-        if not (warm and self.method is None):  # heads with token probabilities allow it: `resolve` knows
-            inverse(self.temperature)
+        if warm and self.method is None:  # heads with token probabilities allow it: `resolve` knows
+            return
+        if warm:
+            raise ConfigError(
+                f"temperature must be above 0 and at most 1, not {self.temperature}, with the method {self.method!r}; "
+                "use the method 'mixture'"
+            )
+        inverse(self.temperature)
 
     def resolve(self, head: Head) -> "SamplingParams":
         """With the method that suits a head, if none was named; what it does not support is refused."""
@@ -93,6 +106,9 @@ class SamplingParams:
         if head.methods == ("mixture",) and self.method is None and self.num_candidates is not None:
             raise ConfigError("num_candidates has no effect: this model has token probabilities and needs one draw")
         resolved = replace(self, method=method)
+        if self.temperature == 0:
+            greedy = {"temperature": 1.0, "top_k": 1} if method == "mixture" else {"temperature": MIN_TEMPERATURE}
+            resolved = replace(resolved, **greedy)
         exact = head.exact_likelihood and method == "mixture"  # one draw knows the whole distribution
         return replace(resolved, num_candidates=1) if exact else resolved
 
@@ -119,7 +135,7 @@ class SamplingParams:
 
     @property
     def processor(self) -> LogitsProcessor:
-        return LogitsProcessor(self.temperature, self.top_k, self.top_p, self.min_p)
+        return LogitsProcessor(1.0 if self.temperature == 0 else self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 class SampleOutput(NamedTuple):

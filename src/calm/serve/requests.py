@@ -31,7 +31,6 @@ MAX_FIELDS = 100  # of an object, unknown ones included
 
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # field: (values without effect, which are accepted, reason)
     "logprobs": ((None,), "log-probabilities are not available from this server; omit it"),
-    "top_p": ((None, 1), "truncation is not available from this server; use temperature"),
     "best_of": ((None, 1), "completions are not ranked by this server; use n"),
     "presence_penalty": ((None, 0), "penalties are not available from this server; omit it"),
     "frequency_penalty": ((None, 0), "penalties are not available from this server; omit it"),
@@ -87,10 +86,10 @@ class GenerationRequest(Object):
     """Fields of all endpoints that generate text."""
 
     model: String = Field(max_length=256, description="ID of a model listed at /v1/models.")
-    temperature: Annotated[float, Field(strict=True, gt=0, le=2, allow_inf_nan=False)] | None = Field(
+    temperature: Annotated[float, Field(strict=True, ge=0, le=2, allow_inf_nan=False)] | None = Field(
         None,
-        description="Sampling temperature, above 0 and at most 1. Models with a chain head and Transformers accept "
-        "values up to 2. Defaults to 1.",
+        description="Sampling temperature, from 0 (greedy) to 2. Models without token probabilities accept values "
+        "above 1 with the method mixture. Defaults to 1.",
     )
     n: Annotated[int, Field(strict=True, ge=1)] | None = Field(
         None, description="Number of choices per prompt. Defaults to 1."
@@ -110,7 +109,18 @@ class GenerationRequest(Object):
     method: Method | None = Field(
         None, description="Extension: algorithm for temperatures below 1; see docs/sampling.md."
     )
-    top_p: Number | None = Field(None, description="Not supported, except for 1.")
+    top_p: Number | None = Field(
+        None,
+        description="Keep the most probable tokens until they have this probability together. Models without token "
+        "probabilities need the method mixture. Defaults to 1: all tokens.",
+    )
+    top_k: StrictInt | None = Field(
+        None, description="Extension: keep the k most probable tokens; 0 and -1 keep all. Models: see top_p."
+    )
+    min_p: Number | None = Field(
+        None,
+        description="Extension: keep tokens with at least this share of the largest probability. Models: see top_p.",
+    )
     presence_penalty: Number | None = Field(None, description="Not supported, except for 0.")
     frequency_penalty: Number | None = Field(None, description="Not supported, except for 0.")
     logit_bias: Annotated[
@@ -199,7 +209,14 @@ def build_sequences(
     deadline, outputs = time.monotonic() + limits.max_seconds, asyncio.Queue()
     num_candidates = request.num_candidates or (limits.max_candidates if request.method == "exact" else None)
     try:
-        params = SamplingParams(temperature, num_candidates, request.method)
+        params = SamplingParams(
+            temperature,
+            num_candidates,
+            request.method,
+            top_k=None if request.top_k in (0, -1) else request.top_k,  # keep all tokens, as in vLLM
+            top_p=None if request.top_p == 1 else request.top_p,
+            min_p=None if request.min_p == 0 else request.min_p,
+        )
         return [
             SequenceState(
                 Sequence(ids, sequence_seed(seed, number), max_tokens, params),
