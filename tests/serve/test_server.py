@@ -143,7 +143,10 @@ def test_temperature_zero_is_greedy(server, generators):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"logprobs": 1}, "log-probabilities are not available"),
+        ({"logprobs": 1}, "this model has no token probabilities"),
+        ({"model": "softmax", "logprobs": 6}, "logprobs"),
+        ({"model": "softmax", "logprobs": 1, "stream": True}, "set stream to false"),
+        ({"max_tokens": 0}, "set echo to true"),
         ({"top_p": 0.9}, "top_p needs token probabilities: use the method 'mixture', not 'token'"),
         ({"top_k": 5}, "top_k needs token probabilities: use the method 'mixture', not 'token'"),
         ({"min_p": 0.1}, "min_p needs token probabilities: use the method 'mixture', not 'token'"),
@@ -158,7 +161,7 @@ def test_temperature_zero_is_greedy(server, generators):
         ({"temperature": 0, "method": "exact"}, "above 0 with the method 'exact', not 0; use 'token'"),
         ({"temperature": 1.5}, "at most 1, not 1.5, with the method 'token'; use the method 'mixture'"),
         ({"temperature": "0.5"}, "temperature"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 3000}, "max_tokens is 3000, but this server accepts at most 2048"),
         ({"max_tokens": 10**30}, "max_tokens"),
         ({"n": 33}, "at most 32"),

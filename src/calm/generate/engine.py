@@ -24,6 +24,8 @@ from calm.llama import check_positions
 from calm.model import Batch, LanguageModel
 from calm.noise import RowNoise
 
+LOG_PROB_ELEMENTS = 2**24  # log-probabilities held at once
+
 
 def prepare_inference(model: nn.Module, int8: bool = False) -> None:
     """Let the CPU backend replace modules by faster ones, if it is installed and the model is on a CPU.
@@ -70,6 +72,13 @@ class StepOutput(NamedTuple):
     sequence: Sequence
     token_ids: list[int]
     agreement: float | None  # share of the candidates that equal the chunk, or its probability
+
+
+class TokenLogProb(NamedTuple):
+    """Log-probability of a token, and the most probable tokens in its place, in descending order."""
+
+    log_prob: float
+    top: list[tuple[int, float]]
 
 
 @dataclass
@@ -215,6 +224,39 @@ class Engine:
         if self.index[0] != slots:
             self.index = slots, torch.tensor(slots, device=self.model.device)
         return self.index[1]
+
+    @torch.no_grad()
+    def log_probs(self, sequence: Sequence, num_top: int) -> list[TokenLogProb | None]:
+        """Log-probabilities of a sequence's prompt and output, for heads with token probabilities.
+
+        The sequence is read as in generation. None for tokens that nothing predicts: those of the first chunk, and
+        those that `whole_chunks` drops.
+        """
+        assert self.model.head.exact_likelihood
+        size, read = self.model.chunk_size, whole_chunks(self.model, sequence.prompt)
+        (prompt,), _ = self._pad([sequence.prompt])
+        output = sequence.output_ids + [self.pad_token_id] * (-len(sequence.output_ids) % size)
+        chunks = torch.cat([prompt, torch.tensor(output, dtype=torch.long).view(-1, size)]).to(self.model.device)
+        result: list[TokenLogProb | None] = [None] * size
+        if len(chunks) > 1:
+            hidden = self.model.backbone(self.model.embed(chunks[None, :-1]))[0]  # (L - 1, H)
+            rows = max(1, LOG_PROB_ELEMENTS // self.model.vocab_size)
+            for states, targets in zip(hidden.split(rows), chunks[1:].split(rows), strict=True):
+                result += self._token_log_probs(states, targets, num_top)
+        front, dropped = prompt.numel() - len(read), len(sequence.prompt) - len(read)
+        return [None] * dropped + result[front : prompt.numel() + len(sequence.output_ids)]
+
+    def _token_log_probs(self, hidden: Tensor, chunks: Tensor, num_top: int) -> list[TokenLogProb]:
+        """Of all tokens of chunks (B, K), given hidden states (B, H)."""
+        proposals, each = self.model.head.propose(hidden, 1), []
+        for k in range(chunks.shape[1]):
+            log_probs = proposals.log_probs(chunks[:, :k])[0]  # (B, V)
+            each.append((log_probs.gather(1, chunks[:, k : k + 1]), *log_probs.topk(min(num_top, log_probs.shape[1]))))
+        own, top, ids = (torch.stack(part, dim=1).flatten(0, 1).tolist() for part in zip(*each, strict=True))
+        return [
+            TokenLogProb(log_prob, list(zip(tokens, values, strict=True)))
+            for (log_prob,), values, tokens in zip(own, top, ids, strict=True)
+        ]
 
     def _prefill(self) -> tuple[list[int], Tensor]:
         """Prefill waiting sequences: their slots in the batch, and the hidden states of their last chunks (n, H)."""

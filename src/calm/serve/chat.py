@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, StrictBool
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as Backend
 
 from calm.data.tokenizer import Tokenizer
 from calm.errors import one_line
-from calm.generate.text import TextGenerator
-from calm.serve.completions import Completion, respond
+from calm.generate.text import REPLACEMENT, TextGenerator
+from calm.serve.completions import Completion, LogProbs, respond
 from calm.serve.limits import ApiError, Limits
 from calm.serve.requests import FailFast, GenerationRequest, Object, String, check_length, check_supported
 from calm.serve.scheduler import Scheduler
@@ -57,7 +57,18 @@ class ChatCompletionRequest(GenerationRequest):
     max_tokens: Annotated[int, Field(strict=True, ge=1)] | None = Field(
         None, description="Older name of max_completion_tokens, which has precedence."
     )
-    logprobs: Literal[False] | None = Field(None, description="Not supported, except for false.")
+    logprobs: StrictBool | None = Field(
+        None,
+        description="Return the log-probabilities of the tokens. Only for models with token probabilities, and without "
+        "stream.",
+    )
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = Field(
+        None, description="With logprobs: also those of so many of the most probable tokens."
+    )
+
+    @property
+    def num_log_probs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
 
 
 class ChatTemplate:
@@ -106,7 +117,9 @@ def _default_template(template: Any) -> str | None:
 async def create_chat_completion(
     request: ChatCompletionRequest, raw_request: Request, scheduler: Scheduler, limits: Limits, template: ChatTemplate
 ) -> Response:
-    check_supported(request)
+    check_supported(request, scheduler.generator.model.head)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise ApiError(400, "top_logprobs requires logprobs; set logprobs to true", param="top_logprobs")
     text, ids = await run_in_threadpool(template.prompt, request.messages)
     max_tokens = request.max_completion_tokens or request.max_tokens
     if max_tokens is None:
@@ -122,9 +135,28 @@ class ChatCompletion(Completion):
     def first_deltas(self) -> list[dict[str, Any]]:
         return [self._delta(index, {"role": "assistant", "content": ""}, None) for index in range(len(self.states))]
 
-    def choice(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    def choice(
+        self, index: int, text: str, finish_reason: str | None, log_probs: LogProbs | None = None
+    ) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
+        logprobs = None if log_probs is None else self._logprobs(index, log_probs)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(self, index: int, log_probs: LogProbs) -> dict[str, Any]:
+        """In OpenAI's format: a list of tokens."""
+        sequence, decode = self.states[index].sequence, self.scheduler.generator.tokenizer.decode
+
+        def token(number: int, log_prob: float) -> dict[str, Any]:
+            text = decode([number])
+            return {"token": text, "logprob": log_prob, "bytes": None if REPLACEMENT in text else list(text.encode())}
+
+        pairs = zip(sequence.output_ids, log_probs[len(sequence.prompt) :], strict=True)
+        content = [
+            {**token(number, each.log_prob), "top_logprobs": [token(*other) for other in each.top]}
+            for number, each in pairs
+            if each is not None
+        ]
+        return {"content": content, "refusal": None}
 
     def delta(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
         return self._delta(index, {"content": text}, finish_reason)

@@ -12,6 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from calm.errors import ConfigError
+from calm.generate.engine import TokenLogProb
+from calm.generate.text import Detokenizer
 from calm.serve.limits import ApiError, Limits, error_body, queue_full
 from calm.serve.requests import (
     CompletionRequest,
@@ -27,10 +29,13 @@ from calm.serve.scheduler import Scheduler, SequenceOutput, SequenceState
 async def create_completion(
     request: CompletionRequest, raw_request: Request, scheduler: Scheduler, limits: Limits
 ) -> Response:
-    check_supported(request)
+    check_supported(request, scheduler.generator.model.head)
+    max_tokens = 16 if request.max_tokens is None else request.max_tokens
+    if max_tokens == 0 and not request.echo:
+        raise ApiError(400, "max_tokens = 0 returns only the prompt; set echo to true", param="max_tokens")
     # long prompts would block the event loop
     prompts = await run_in_threadpool(parse_prompts, request, scheduler.generator.tokenizer, limits)
-    return await respond(Completion, request, raw_request, scheduler, limits, prompts, request.max_tokens or 16)
+    return await respond(Completion, request, raw_request, scheduler, limits, prompts, max_tokens)
 
 
 async def respond(
@@ -60,6 +65,9 @@ async def respond(
     return await completion.full_response(raw_request)
 
 
+LogProbs = list[TokenLogProb | None]
+
+
 class Completion:
     """The response to one request, built from the outputs of its sequences."""
 
@@ -75,8 +83,8 @@ class Completion:
         self.scheduler, self.states, self.outputs = scheduler, states, states[0].outputs
         self.include_usage = request.stream_options is not None and request.stream_options.include_usage
         prompt_texts = [text for text, _ in prompts for _ in range(request.n or 1)]
-        echo = isinstance(request, CompletionRequest) and request.echo
-        self.prefixes = prompt_texts if echo else [""] * len(states)
+        self.echo = isinstance(request, CompletionRequest) and bool(request.echo)
+        self.prefixes = prompt_texts if self.echo else [""] * len(states)
         self.prompt_tokens = sum(len(ids) for _, ids in prompts)
         self.common_fields = {
             "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
@@ -89,9 +97,35 @@ class Completion:
         """Choices of events before the first chunk: the echoed prompts."""
         return [self.delta(index, prefix, None) for index, prefix in enumerate(self.prefixes) if prefix]
 
-    def choice(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    def choice(
+        self, index: int, text: str, finish_reason: str | None, log_probs: LogProbs | None = None
+    ) -> dict[str, Any]:
         """A choice of the full response."""
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+        logprobs = None if log_probs is None else self._logprobs(index, log_probs)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(self, index: int, log_probs: LogProbs) -> dict[str, Any]:
+        """In OpenAI's format: lists with one element per token."""
+        sequence, tokenizer = self.states[index].sequence, self.scheduler.generator.tokenizer
+        skipped = 0 if self.echo else len(sequence.prompt)
+        ids, log_probs = [*sequence.prompt, *sequence.output_ids][skipped:], log_probs[skipped:]
+        detokenizer, offsets = Detokenizer(tokenizer), []
+        for token in ids:
+            offsets.append(detokenizer.emitted)
+            detokenizer.push([token])
+        top_logprobs = []
+        for token, each in zip(ids, log_probs, strict=True):
+            top = None
+            if each is not None:  # the first of several tokens with the same text is the most probable one
+                top = {tokenizer.decode([other]): value for other, value in reversed(each.top)}
+                top.setdefault(tokenizer.decode([token]), each.log_prob)
+            top_logprobs.append(top)
+        return {
+            "tokens": [tokenizer.decode([token]) for token in ids],
+            "token_logprobs": [None if each is None else each.log_prob for each in log_probs],
+            "top_logprobs": top_logprobs,
+            "text_offset": offsets,
+        }
 
     def delta(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
         """A choice of an event."""
@@ -100,15 +134,18 @@ class Completion:
     async def full_response(self, raw_request: Request) -> Response:
         texts = list(self.prefixes)
         finish_reasons: list[str | None] = [None] * len(self.states)
+        log_probs: list[LogProbs | None] = [None] * len(self.states)
         async for index, output in self._iterate(raw_request):
             if output.finish_reason == "error":
                 raise ApiError(500, f"the model failed: {output.text}", error_type="server_error")
             texts[index] += output.text
-            finish_reasons[index] = output.finish_reason
+            finish_reasons[index], log_probs[index] = output.finish_reason, output.log_probs
         if set(finish_reasons) == {"timeout"} and not any(state.sequence.output_ids for state in self.states):
             timeout = self.scheduler.limits.max_seconds
             raise queue_full(f"the request timed out in the waiting queue after {timeout:g} s; retry later")
-        choices = [self.choice(index, *each) for index, each in enumerate(zip(texts, finish_reasons, strict=True))]
+        each = zip(range(len(texts)), texts, finish_reasons, log_probs, strict=True)
+        # long prompts would block the event loop
+        choices = await run_in_threadpool(lambda: [self.choice(*fields) for fields in each])
         return JSONResponse({**self.common_fields, "choices": choices, "usage": self._usage()})
 
     async def stream(self, raw_request: Request) -> AsyncIterator[bytes]:

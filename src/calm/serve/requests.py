@@ -23,6 +23,7 @@ from calm.errors import ConfigError
 from calm.generate.engine import Sequence
 from calm.generate.sampler import Method, SamplingParams
 from calm.generate.text import Detokenizer, sequence_seed
+from calm.heads import Head
 from calm.serve.limits import ApiError, Limits, truncated_repr
 from calm.serve.scheduler import SequenceState
 
@@ -30,7 +31,6 @@ MAX_LOGIT_BIAS = 300  # entries, as in OpenAI's API
 MAX_FIELDS = 100  # of an object, unknown ones included
 
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # field: (values without effect, which are accepted, reason)
-    "logprobs": ((None,), "log-probabilities are not available from this server; omit it"),
     "best_of": ((None, 1), "completions are not ranked by this server; use n"),
     "presence_penalty": ((None, 0), "penalties are not available from this server; omit it"),
     "frequency_penalty": ((None, 0), "penalties are not available from this server; omit it"),
@@ -127,6 +127,11 @@ class GenerationRequest(Object):
         dict[str, Number] | None, BeforeValidator(lambda value: check_length(value, MAX_LOGIT_BIAS, "entries"))
     ] = Field(None, description="Not supported, except for an empty object.")
 
+    @property
+    def num_log_probs(self) -> int | None:
+        """Number of tokens per position whose log-probabilities are requested, or None."""
+        raise NotImplementedError
+
 
 class CompletionRequest(GenerationRequest):
     model_config = ConfigDict(
@@ -138,23 +143,39 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[
         String | Strings | TokenIds | Annotated[list[TokenIds], FailFast] | None, BeforeValidator(_check_prompts)
     ] = Field(None, description="A string or a list of token ids, or a list of either. Defaults to the empty string.")
-    max_tokens: Annotated[int, Field(strict=True, ge=1)] | None = Field(
-        None, description="Maximum number of new tokens per completion. Defaults to 16, as in OpenAI's API."
+    max_tokens: Annotated[int, Field(strict=True, ge=0)] | None = Field(
+        None,
+        description="Maximum number of new tokens per completion; 0 only with echo. Defaults to 16, as in OpenAI's "
+        "API.",
     )
     echo: StrictBool | None = Field(None, description="Whether to prepend the prompt to the completion.")
-    logprobs: StrictInt | None = Field(None, description="Not supported.")
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=5)] | None = Field(
+        None,
+        description="Return the log-probabilities of the tokens (with echo also of the prompt's) and of so many of the "
+        "most probable ones. Only for models with token probabilities, and without stream.",
+    )
     best_of: StrictInt | None = Field(None, description="Not supported, except for 1.")
     suffix: String | None = Field(None, description="Not supported, except for an empty string.")
 
+    @property
+    def num_log_probs(self) -> int | None:
+        return self.logprobs
 
-def check_supported(request: GenerationRequest) -> None:
-    """Raise ApiError for fields that this server does not support."""
+
+def check_supported(request: GenerationRequest, head: Head) -> None:
+    """Raise ApiError for fields that this server or a model's head does not support."""
     for field, (accepted, reason) in UNSUPPORTED.items():
         if (value := getattr(request, field, None)) not in accepted:
             message = f"{field} = {truncated_repr(value)} is not supported: {reason}"
             raise ApiError(400, message, param=field, code="unsupported_value")
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options requires streaming; set stream to true", param="stream_options")
+    if request.num_log_probs is not None:
+        if not head.exact_likelihood:
+            message = "logprobs are not available: this model has no token probabilities; omit logprobs"
+            raise ApiError(400, message, param="logprobs", code="unsupported_value")
+        if request.stream:
+            raise ApiError(400, "logprobs are not available in streams; set stream to false", param="logprobs")
 
 
 def parse_prompts(request: CompletionRequest, tokenizer: Tokenizer, limits: Limits) -> list[tuple[str, list[int]]]:
@@ -219,10 +240,12 @@ def build_sequences(
         )
         return [
             SequenceState(
-                Sequence(ids, sequence_seed(seed, number), max_tokens, params),
+                Sequence(ids, sequence_seed(seed, number), max(1, max_tokens), params),
                 Detokenizer(tokenizer, stop_strings),
                 deadline,
                 outputs,
+                request.num_log_probs,
+                prompt_only=max_tokens == 0,
             )
             for number, ids in enumerate(ids for _, ids in prompts for _ in range(n))
         ]

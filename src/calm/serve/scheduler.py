@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from calm.generate.engine import Sequence
+from calm.generate.engine import Sequence, TokenLogProb
 from calm.generate.text import Detokenizer, TextGenerator
 from calm.serve.limits import Limits, queue_full, shutting_down
 from calm.serve.metrics import Metrics
@@ -27,12 +27,13 @@ FinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
 
 
 class SequenceOutput(NamedTuple):
-    """Output of one step for one sequence. The last output has a `finish_reason`."""
+    """Output of one step for one sequence. The last output has a `finish_reason`, and `log_probs` if requested."""
 
     text: str
     token_ids: list[int]
     agreement: float | None = None
     finish_reason: FinishReason | None = None
+    log_probs: list[TokenLogProb | None] | None = None  # of the prompt and all output
 
 
 @dataclass(eq=False)
@@ -43,6 +44,8 @@ class SequenceState:
     detokenizer: Detokenizer
     deadline: float  # time.monotonic()
     outputs: "asyncio.Queue[tuple[SequenceState, SequenceOutput]]"  # shared by all sequences of a request
+    num_log_probs: int | None = None  # log-probabilities of so many tokens per position; None: not requested
+    prompt_only: bool = False  # nothing is added to the prompt
     arrival_time: float = field(default_factory=time.monotonic)
     aborted: bool = False
 
@@ -162,16 +165,25 @@ class Scheduler:
             state = self.running[id(sequence)]
             if len(sequence.output_ids) == len(token_ids):
                 self.metrics.first_chunk.labels(self.name).observe(now - state.arrival_time)
-            text = state.detokenizer.push(token_ids)
             reason: FinishReason | None = None
+            if state.prompt_only:
+                sequence.output_ids, sequence.hit_eos, token_ids = [], False, []
+                reason = "length"
+            text = state.detokenizer.push(token_ids)
             if sequence.hit_eos or state.detokenizer.stopped:
                 reason = "stop"
             elif sequence.finished:
                 reason = "length"
+            log_probs = None
             if reason is not None:
                 text += state.detokenizer.finish()
                 self._remove(state)
-            outputs.append((state, SequenceOutput(text, token_ids, agreement, reason)))
+                if state.num_log_probs is not None:
+                    try:
+                        log_probs = self.engine.log_probs(sequence, state.num_log_probs)
+                    except Exception as error:
+                        text, reason = str(error) or repr(error), "error"
+            outputs.append((state, SequenceOutput(text, token_ids, agreement, reason, log_probs)))
         self.metrics.steps.labels(self.name).observe(now - started)
         self.metrics.chunks.labels(self.name).inc(len(step_outputs))
         self.metrics.tokens.labels(self.name).inc(sum(len(output.token_ids) for output in step_outputs))
