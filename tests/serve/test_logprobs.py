@@ -11,7 +11,7 @@ import torch
 from calm.checkpoint import resolve_model_dir
 from calm.generate.text import TextGenerator
 from calm.serve.limits import Limits
-from tests.serve.conftest import LocalServer
+from tests.serve.conftest import LocalServer, wait_for
 
 PROMPT = "And God said unto the naïve man, Let there be light"
 
@@ -95,6 +95,30 @@ def test_chat(chain_server):
     assert [token.top_logprobs[0].logprob for token in content] == [token.logprob for token in content]
     with pytest.raises(openai.BadRequestError, match="set logprobs to true"):
         client.chat.completions.create(**fields, messages=messages, top_logprobs=2)
+
+
+def test_one_sequence_is_scored_per_step(start, monkeypatch):
+    """Scoring takes as long as a prefill, and must not delay the sequences of others for several of them."""
+    server = start()
+    scheduler, permits = server.schedulers["softmax"], server.pause_steps("softmax")
+    scored, score = [], scheduler._score
+
+    def counted_score(*last):
+        scored.append(last)
+        return score(*last)
+
+    monkeypatch.setattr(scheduler, "_score", counted_score)
+    with server.send(model="softmax", max_tokens=100) as other:
+        wait_for(lambda: scheduler.running)
+        with server.send(model="softmax", n=3, max_tokens=1, logprobs=1) as connection:
+            wait_for(lambda: len(scheduler.waiting) == 3)
+            permits.release(2)  # the step in progress, and the one that finishes the three sequences
+            wait_for(lambda: len(scored) == 1)
+            permits.release(100)
+            assert b"200 OK" in connection.recv(100)
+        assert len(scored) == 3
+        assert b"200 OK" in other.recv(100)
+        assert scheduler.idle
 
 
 def test_model_error_while_scoring(start, monkeypatch):

@@ -64,6 +64,7 @@ class Scheduler:
         self.engine = generator.engine()
         self.waiting: deque[SequenceState] = deque()
         self.running: dict[int, SequenceState] = {}  # by id() of the sequence
+        self.unscored: deque[tuple[SequenceState, SequenceOutput]] = deque()  # last outputs without log-probabilities
         self.draining = False
         self.condition = threading.Condition()
         self.thread = threading.Thread(target=self._run, name=f"calm-{name}", daemon=True)
@@ -81,7 +82,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.running)
+        return not (self.waiting or self.running or self.unscored)
 
     def add(self, states: list[SequenceState]) -> None:
         """Append all sequences of a request to the waiting queue, or raise ApiError and append none."""
@@ -118,6 +119,8 @@ class Scheduler:
                 self._schedule_waiting()
             if self.running:
                 outputs += self._step()
+            if self.unscored:  # one per step: like a long prefill, it delays all running sequences
+                outputs.append(self._score(*self.unscored.popleft()))
             self._publish(outputs)
 
     def _remove_aborted_and_expired(self) -> Outputs:
@@ -174,20 +177,25 @@ class Scheduler:
                 reason = "stop"
             elif sequence.finished:
                 reason = "length"
-            log_probs = None
             if reason is not None:
                 text += state.detokenizer.finish()
                 self._remove(state)
-                if state.num_log_probs is not None:
-                    try:
-                        log_probs = self.engine.log_probs(sequence, state.num_log_probs)
-                    except Exception as error:
-                        text, reason = str(error) or repr(error), "error"
-            outputs.append((state, SequenceOutput(text, token_ids, agreement, reason, log_probs)))
+            output = SequenceOutput(text, token_ids, agreement, reason)
+            unscored = reason is not None and state.num_log_probs is not None
+            (self.unscored if unscored else outputs).append((state, output))
         self.metrics.steps.labels(self.name).observe(now - started)
         self.metrics.chunks.labels(self.name).inc(len(step_outputs))
         self.metrics.tokens.labels(self.name).inc(sum(len(output.token_ids) for output in step_outputs))
         return outputs
+
+    def _score(self, state: SequenceState, output: SequenceOutput) -> tuple[SequenceState, SequenceOutput]:
+        """Add the log-probabilities to the last output of a sequence."""
+        if state.aborted or state.num_log_probs is None:
+            return state, output
+        try:
+            return state, output._replace(log_probs=self.engine.log_probs(state.sequence, state.num_log_probs))
+        except Exception as error:
+            return state, SequenceOutput(str(error) or repr(error), [], finish_reason="error")
 
     def _remove(self, state: SequenceState) -> None:
         self.engine.remove([state.sequence])
