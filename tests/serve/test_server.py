@@ -57,6 +57,23 @@ def test_prompt_formats(server, generators):
     assert len(complete("")) == 1
 
 
+def test_the_limit_of_candidates_is_their_default_where_it_is_lower(start):
+    server, request = start(max_candidates=3), {"temperature": 0.5, "max_tokens": 4, "seed": 1}
+    before = server.schedulers["calm-2"].engine.stats.draws
+    text = server.text(**request)
+    assert server.schedulers["calm-2"].engine.stats.draws - before == 2 * 3  # two chunks
+    assert server.text(num_candidates=3, **request) == text
+    assert server.post(num_candidates=4, **request).status_code == 400
+
+
+def test_models_name_their_default_method(server):
+    models = {model["id"]: model for model in server.client.get("/v1/models").json()["data"]}
+    assert {name: model["default_method"] for name, model in models.items()} == {
+        "calm-2": "token",
+        "softmax": "mixture",
+    }
+
+
 def test_stream_has_one_event_per_chunk(server):
     fields = {"max_tokens": 9, "seed": 3, "n": 2, "temperature": 0.5, "stop": None}
     full = server.post(**fields).json()

@@ -3,14 +3,16 @@
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
 from calm.bench.clock import Row, row
 from calm.bench.machine import Machine
-from calm.bench.models import SETTINGS, SHORT
+from calm.bench.models import SETTINGS, SHORT, VOCABULARIES
 from calm.config import load_config
 from calm.data.prepare import prepare
+from calm.data.shards import PreparedData
 from calm.data.workers import PrepareOptions
 from calm.errors import UserError
 from calm.paper.cost import cost_of
@@ -34,7 +36,7 @@ def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
         raise UserError("calm bench memory reads /proc/self/status, which this system does not have; run it on Linux")
     with tempfile.TemporaryDirectory() as folder:
         data, runs = Path(folder) / "data", Path(folder) / "runs"
-        prepare(["embedded"], data, PrepareOptions("bpe:4096", validation_share=0.05), workers=1)
+        _prepare(data, VOCABULARIES[size])
         for recipe in RECIPES[size]:
             settings = [f"data.sets.0.path={data}", "train.evaluation_batches=1", *OVERRIDES[size]]
             if load_config(recipe).stage == "language-model":
@@ -45,6 +47,17 @@ def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
             yield row(f"{recipe}: peak memory", [peak / 1e6], "MB")
             yield row(f"{recipe}: peak memory predicted by calm cost", [predicted / 1e6], "MB")
             yield row(f"{recipe}: measured / predicted", [peak / predicted], "")
+
+
+def _prepare(data: Path, vocab_size: int) -> None:
+    """Prepare the embedded text with a vocabulary of this size: 4,096 entries of a BPE, and unused ones."""
+    options = PrepareOptions("bpe:4096", validation_share=0.05)
+    small, wide = data.with_name("small"), data.with_name("tokenizer")
+    prepare(["embedded"], small, options, workers=1)
+    tokenizer = PreparedData(small).tokenizer
+    tokenizer.backend.add_tokens([f"<unused {number}>" for number in range(vocab_size - tokenizer.vocab_size)])
+    replace(tokenizer, content=tokenizer.backend.to_str()).save(wide)
+    prepare(["embedded"], data, replace(options, tokenizer=str(wide)), workers=1)
 
 
 def _peak_memory(recipe: str, settings: list[str], output: str) -> float:

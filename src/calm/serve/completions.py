@@ -5,6 +5,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -52,6 +53,8 @@ async def respond(
     try:
         for state in states:
             scheduler.engine.validate(state.sequence)
+            if state.sequence.params.draws > limits.max_candidates:  # the default is above the limit
+                state.sequence.params = replace(state.sequence.params, num_candidates=limits.max_candidates)
     except ConfigError as error:
         raise ApiError(400, str(error)) from error
     draws = sum(state.sequence.params.draws for state in states)

@@ -228,11 +228,10 @@ def build_sequences(
     temperature = 1.0 if request.temperature is None else request.temperature
     seed = secrets.randbits(62) if request.seed is None else request.seed % 2**64
     deadline, outputs = time.monotonic() + limits.max_seconds, asyncio.Queue()
-    num_candidates = request.num_candidates or (limits.max_candidates if request.method == "exact" else None)
     try:
         params = SamplingParams(
             temperature,
-            num_candidates,
+            request.num_candidates,
             request.method,
             top_k=None if request.top_k in (0, -1) else request.top_k,  # keep all tokens, as in vLLM
             top_p=None if request.top_p == 1 else request.top_p,

@@ -173,14 +173,15 @@ def create_app(
 
 def _model_info(scheduler: Scheduler, limits: Limits) -> dict[str, Any]:
     """OpenAI's model fields, plus the fields that the playground needs."""
-    config = scheduler.generator.model.config
+    model = scheduler.generator.model
     return {
         "id": scheduler.name,
         "object": "model",
         "created": 0,
         "owned_by": "calm",
-        "chunk_size": scheduler.generator.model.chunk_size,
-        "head": getattr(config, "head", "softmax"),
+        "chunk_size": model.chunk_size,
+        "head": getattr(model.config, "head", "softmax"),
+        "default_method": model.head.default_method(tempered=True, truncated=False),
         "max_tokens": limits.max_new_tokens,
         "max_candidates": limits.max_candidates,
     }
