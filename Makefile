@@ -51,7 +51,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/start.py
 
 docs: $(READY)
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 	@echo "site/index.html"
 
 clean:

@@ -1,18 +1,20 @@
 """Recipes: precedence of values, round trips, fields of heads, and error messages."""
 
 import itertools
+import re
 
 import pytest
 import yaml
 
-from calm.config import changed_values, load_config, recipe_names, save_config, to_yaml
+from calm.config import changed_values, load_config, recipe_names, recipe_summary, save_config, to_yaml
 from calm.errors import ConfigError
 from calm.heads import HEADS
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_every_shipped_recipe_parses(name):
+def test_every_shipped_recipe_parses_and_has_a_summary(name):
     assert load_config(name)
+    assert re.fullmatch(r"[A-Z].{20,110}\.", recipe_summary(name))
 
 
 def test_overrides_take_precedence_over_recipe_and_defaults(tmp_path):

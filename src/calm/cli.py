@@ -539,10 +539,12 @@ def config(
 ) -> None:
     """Print the resolved configuration of a recipe, or list the built-in recipes."""
     from calm import console
-    from calm.config import load_config, recipe_names, to_yaml
+    from calm.config import load_config, recipe_names, recipe_summary, to_yaml
 
     if recipe is None:
-        print("\n".join(recipe_names()))
+        names = recipe_names()
+        width = max(map(len, names))
+        print("\n".join(f"{name:{width}}  {recipe_summary(name)}" for name in names))
     elif as_json:
         console.print_json(load_config(recipe, settings).model_dump(mode="json"))
     else:

@@ -188,6 +188,11 @@ def recipe_names() -> list[str]:
     return sorted(path.name.removesuffix(".yaml") for path in _shipped().iterdir() if path.name.endswith(".yaml"))
 
 
+def recipe_summary(name: str) -> str:
+    """The first line of a shipped recipe: what it trains on which data, for how long on what hardware."""
+    return (_shipped() / f"{name}.yaml").read_text("utf-8").partition("\n")[0].removeprefix("# ")
+
+
 def load_config(recipe: str, overrides: list[str] | None = None) -> RunConfig:
     """A shipped recipe by name, or a recipe file, with `section.key=value` overrides."""
     values = _read(recipe)
