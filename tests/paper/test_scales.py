@@ -1,6 +1,5 @@
 """Run keys: identical runs are shared between experiments, different runs are not."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from calm.config import load_config
 from calm.errors import UserError
 from calm.paper.experiments import EXPERIMENTS
 from calm.paper.results import Results
-from calm.paper.scales import CHUNK_SIZES, EMBEDDED, SCALES, Run, digest, scale_of
+from calm.paper.scales import CHUNK_SIZES, EMBEDDED_DIGEST, SCALES, Run, scale_of
 
 RUN = Run("characters-calm", (), Run("characters-autoencoder"))
 EVERY = [(scale, experiment) for scale in SCALES.values() for experiment in EXPERIMENTS.values()]
@@ -117,7 +116,7 @@ def test_stored_results_keep_their_keys(directory, scale, chunk_size):
     stored = Path(__file__).resolve().parents[2] / "reproduction" / directory
     if not stored.exists():
         pytest.skip("no stored results")
-    results = Results(stored, scale, digest(["embedded", asdict(EMBEDDED)]))
+    results = Results(stored, scale, EMBEDDED_DIGEST)
     assert results.experiments
     for name in results.experiments:
         for row in EXPERIMENTS[name].rows(scale_of("laptop", chunk_size), results.find):

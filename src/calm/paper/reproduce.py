@@ -12,7 +12,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -27,7 +26,7 @@ from calm.files import locked_directory
 from calm.paper.experiment import FAILED, Experiment, Row, Table, build_table
 from calm.paper.measures import Inputs, Measure, evaluate
 from calm.paper.results import Results
-from calm.paper.scales import EMBEDDED, STEPS, Run, Scale, digest
+from calm.paper.scales import EMBEDDED, EMBEDDED_DIGEST, STEPS, Run, Scale, digest
 from calm.screen import Screen
 from calm.train.loop import Diverged, TrainingStopped, train
 from calm.train.tracking import METRICS
@@ -52,7 +51,7 @@ class Reproduction:
         self.scale, self.output, self.screen, self.world, self.resume = scale, output, screen, world, resume
         self.data = data or scale.prepared or output / "data"
         self.prepares = data is None and scale.prepared is None
-        self.data_digest = digest(["embedded", asdict(EMBEDDED)]) if self.prepares else _data_digest(self.data)
+        self.data_digest = EMBEDDED_DIGEST if self.prepares else _data_digest(self.data)
         name = f"{scale.name}, K = {scale.chunk_size}" if scale.has_custom_chunk_size else scale.name
         self.results = Results(output, name, self.data_digest)
         self._check_version()

@@ -34,6 +34,10 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
+LIMITS = {"max_document_bytes"}  # which no chapter reaches
+EMBEDDED_DIGEST = digest(["embedded", {name: value for name, value in vars(EMBEDDED).items() if name not in LIMITS}])
+
+
 @dataclass(frozen=True)
 class Run:
     """A training run: a recipe with changed settings and, for a CALM model, its autoencoder."""
