@@ -11,7 +11,7 @@ from calm.errors import ConfigError
 from calm.llama import Llama, LlamaConfig
 from calm.noise import RowNoise
 from calm.train.distributed import initialize
-from calm.train.speed import Speed, nominal_peak
+from calm.train.speed import Speed, measured_peak, nominal_peak
 from calm.train.stages import described_model
 
 CPU = torch.device("cpu")
@@ -75,13 +75,22 @@ def test_nominal_peaks(name, peak):
     assert nominal_peak(name, torch.float32) == (None if peak is None else peak / 2)
 
 
+def test_the_peak_is_that_of_the_layer_that_training_uses():
+    calls = []
+
+    def optimize(model: nn.Module) -> None:
+        model.register_forward_hook(lambda *_: calls.append(1))
+
+    assert measured_peak(CPU, torch.float32, optimize, 0.0) > 0
+    assert len(calls) == 2  # one to warm up
+
+
 def test_mfu_is_relative_to_the_nominal_peak(monkeypatch):
     """What gradient checkpointing computes again does not count."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-    monkeypatch.setattr("calm.train.speed.measured_peak", lambda device, dtype: 1.0)
     flops = []
     for checkpointing in (False, True):
-        speed = Speed(8, World(0, 1, torch.device("cuda", 0)), torch.bfloat16)
+        speed = Speed(8, World(0, 1, torch.device("cuda", 0)), torch.bfloat16, 1.0)
         model = described_model(load_config("toy-calm"), 50)
         model.backbone.gradient_checkpointing = checkpointing
         part = {"chunks": torch.ones(2, 4, model.chunk_size, dtype=torch.long), "noise": RowNoise([0, 1])}

@@ -35,7 +35,7 @@ from calm.seeds import SeedStream, torch_seed
 from calm.train.checkpoint import Checkpoints, checkpoint_paths, load, older_version, state_of, step_of, versions
 from calm.train.distributed import shard
 from calm.train.optimizer import adamw, learning_rate
-from calm.train.speed import Speed
+from calm.train.speed import Speed, measured_peak
 from calm.train.stages import STAGES
 from calm.train.tracking import Tracker, plot_losses
 
@@ -181,7 +181,9 @@ class _Run:
 
     def _steps(self, start: int) -> None:
         settings = self.config.train
-        speed = Speed(self.stage.tokens_per_step, self.world, DTYPES[settings.precision])
+        dtype = DTYPES[settings.precision]
+        peak = measured_peak(self.world.device, dtype, optimize_for_cpu)
+        speed = Speed(self.stage.tokens_per_step, self.world, dtype, peak)
         if start < settings.steps:
             speed.count_flops(self.model, self.stage.micro_batches(self.stage.read(start)), self._autocast())
         with ThreadPoolExecutor(1) as ahead:  # the next batch is read during this step

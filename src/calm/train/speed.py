@@ -2,28 +2,36 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
 from calm.distributed import World
 
 
-def measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """Peak FLOP/s: the best measured throughput of a large matrix multiplication in the precision of training."""
+@torch.no_grad()
+def measured_peak(
+    device: torch.device, dtype: torch.dtype, optimize: Callable[[nn.Module], None], seconds: float = 0.3
+) -> float:
+    """Peak FLOP/s: the best measured throughput of a large linear layer in the precision of training.
+
+    Args:
+        optimize: replaces the layer by the one that training uses.
+    """
     size = 4096 if device.type == "cuda" else 1024
-    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    linear(left, right)  # warm-up
+    layer = nn.Sequential(nn.Linear(size, size, bias=False, device=device, dtype=dtype))
+    optimize(layer)
+    x = torch.randn(size, size, device=device, dtype=dtype)
+    layer(x)  # warm-up
     best, start_time = 0.0, time.perf_counter()
     while best == 0.0 or time.perf_counter() - start_time < seconds:
         start = time.perf_counter()
-        linear(left, right)
+        layer(x)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = max(best, 2 * size**3 / (time.perf_counter() - start))
@@ -68,9 +76,9 @@ class Speed:
     are those of one forward and backward pass: what gradient checkpointing computes again is not counted.
     """
 
-    def __init__(self, tokens_per_step: int, world: World, dtype: torch.dtype):
+    def __init__(self, tokens_per_step: int, world: World, dtype: torch.dtype, peak: float):
         self.tokens_per_step, self.world = tokens_per_step, world
-        self.peak = measured_peak(world.device, dtype) * world.size
+        self.peak = peak * world.size
         name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
         self.nominal_peak = (nominal_peak(name, dtype) or 0.0) * world.size
         self.flops, self.step, self.start_time = 0.0, -1, 0.0
