@@ -110,8 +110,10 @@ def test_weights_read_by_a_step():
 def test_generation_rows(monkeypatch):
     monkeypatch.setattr(generation, "config_of", lambda recipe, size: config_of(recipe, size, *TINY))
     rows = {row.name: row for row in generation.measure("laptop", 1, Machine(1e12, 1e10))}
-    assert rows["energy, int8, T = 1: speedup over LlamaForCausalLM.generate"].median > 0
-    for kind in ("energy", "chain"):
+    for name in ("energy, int8, T = 1", "probit, T = 0.5", "chain, T = 0.5"):
+        for baseline in ("LlamaForCausalLM.generate", "the Transformer in this engine"):
+            assert rows[f"{name}: speedup over {baseline}"].median > 0
+    for kind in ("energy", "chain", "probit"):
         assert rows[f"{kind}, T = 1: time per step"].median > rows[f"{kind}, T = 1: weight read time"].median > 0
         assert rows[f"{kind}, T = 1: weight read time / step time"].median < 1
 

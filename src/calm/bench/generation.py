@@ -19,29 +19,36 @@ from calm.generate.sampler import SamplingParams
 PROMPT, NEW = 64, 64  # tokens
 STEPS = 8  # decoding steps per timed call
 PROMPT_VOCABULARY = 4096
+TEMPERATURES = {"T = 1": 1.0, "T = 0.5": 0.5}
+BASELINE, HUGGING_FACE = "Transformer", "LlamaForCausalLM.generate"
+SAMPLED_ONLY = {"laptop": {"probit": "laptop-probit"}, "paper": {}}  # models that train like another one
 
 
 def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
-    vocabulary = VOCABULARIES[size]
-    models = {kind: model_of(config_of(name, size), vocabulary).eval() for kind, name in RECIPES[size].items()}
+    vocabulary, recipes = VOCABULARIES[size], RECIPES[size] | SAMPLED_ONLY[size]
+    models = {kind: model_of(config_of(name, size), vocabulary).eval() for kind, name in recipes.items()}
     ids = torch.randint(3, PROMPT_VOCABULARY, (1, PROMPT))
-    baseline = as_transformers(models.pop("Transformer"))
-    generating: dict[str, Callable[[], object]] = {"Transformer": transformer(baseline, ids)}
+    generating: dict[str, Callable[[], object]] = {HUGGING_FACE: transformer(as_transformers(models[BASELINE]), ids)}
     stepping: dict[str, Callable[[], object]] = {}
     for kind, model in models.items():
-        generating[f"{kind}, T = 1"] = generation(model, ids, 1.0)
-        generating[f"{kind}, T = 0.5"] = generation(model, ids, 0.5)
-        stepping[f"{kind}: steps"] = steps(model, ids, rounds)
-        stepping[f"{kind}: reading"] = reading(model)
+        for temperature in TEMPERATURES:
+            generating[f"{kind}, {temperature}"] = generation(model, ids, TEMPERATURES[temperature])
+        if kind != BASELINE:
+            stepping[f"{kind}: steps"] = steps(model, ids, rounds)
+            stepping[f"{kind}: reading"] = reading(model)
     quantized = model_of(config_of(RECIPES[size]["energy"], size), vocabulary).eval()
     prepare_inference(quantized, int8=True)
     generating["energy, int8, T = 1"] = generation(quantized, ids, 1.0)
     times = take_turns(generating | stepping, rounds)
     for name in generating:
         yield row(f"{name}: throughput", [NEW / seconds for seconds in times[name]], "tokens/s")
-        if name != "Transformer":
-            yield row(f"{name}: speedup over LlamaForCausalLM.generate", ratios(times["Transformer"], times[name]), "")
-    for kind in models:
+        if name == HUGGING_FACE:
+            continue
+        yield row(f"{name}: speedup over LlamaForCausalLM.generate", ratios(times[HUGGING_FACE], times[name]), "")
+        own = times[f"{BASELINE}, {name.rpartition(', ')[2]}"]  # at the same temperature
+        if not name.startswith(BASELINE):
+            yield row(f"{name}: speedup over the Transformer in this engine", ratios(own, times[name]), "")
+    for kind in [kind for kind in models if kind != BASELINE]:
         step_times, read_times = times[f"{kind}: steps"], times[f"{kind}: reading"]
         yield row(f"{kind}, T = 1: time per step", [1e3 * seconds / STEPS for seconds in step_times], "ms")
         yield row(f"{kind}, T = 1: weight read time", [1e3 * seconds / STEPS for seconds in read_times], "ms")
