@@ -18,7 +18,7 @@ from calm.heads import HEADS, Head
 from calm.heads.base import check_finite
 from calm.kv_cache import KVCache
 from calm.llama import Llama, LlamaConfig, check_positions
-from calm.noise import RowNoise, Source, draw_normal
+from calm.noise import NoiseSource, RowNoise, draw_normal
 from calm.scores.vocabulary import VocabularySubset
 
 MODEL_INPUTS = ("discrete", "continuous", "both")
@@ -320,7 +320,7 @@ class Calm(nn.Module):
         """Posterior of chunks (..., K) under the frozen autoencoder."""
         return self.autoencoder.encode(chunks)
 
-    def embed(self, chunks: Tensor, latents: Tensor | None = None, noise: Source = None) -> Tensor:
+    def embed(self, chunks: Tensor, latents: Tensor | None = None, noise: NoiseSource = None) -> Tensor:
         """The backbone's input for chunks (..., K): (..., H).
 
         A model that reads latents takes those given (..., Z), or posterior means; in training it samples them.
@@ -338,14 +338,14 @@ class Calm(nn.Module):
         mask: Tensor | None = None,
         cache: KVCache | None = None,
         latents: Tensor | None = None,
-        noise: Source = None,
+        noise: NoiseSource = None,
     ) -> Tensor:
         """Hidden states of chunks (B, L, K): (B, L, H). `mask` (B, L) is 0 for padding; a cache is appended to."""
         before = cache.length if cache is not None else 0
         check_positions(self.config.backbone_config, chunks.shape[1] + before, "chunks")
         return self.backbone(self.embed(chunks, latents, noise), mask=mask, cache=cache)
 
-    def predict(self, chunks: Tensor, num_samples: int, noise: Source = None) -> tuple[Tensor, Tensor, Posterior]:
+    def predict(self, chunks: Tensor, num_samples: int, noise: NoiseSource = None) -> tuple[Tensor, Tensor, Posterior]:
         """Samples of every chunk but the first, given the true chunks before it.
 
         Returns:

@@ -66,20 +66,20 @@ class ScaledNoise(RowNoise):
         return middle + scale * (super().draw(function, shape) - middle)
 
 
-Source = torch.Generator | RowNoise | None  # None: torch's global generator
+NoiseSource = torch.Generator | RowNoise | None  # None: torch's global generator
 
 
-def draw_normal(source: Source, like: Tensor, count: int, size: int) -> Tensor:
+def draw_normal(source: NoiseSource, like: Tensor, count: int, size: int) -> Tensor:
     """Standard normal noise in fp32, `count` samples at each position of `like` (..., any): (count, ..., size)."""
     return _draw(torch.randn, source, like, count, size)
 
 
-def draw_uniform(source: Source, like: Tensor, count: int, size: int) -> Tensor:
+def draw_uniform(source: NoiseSource, like: Tensor, count: int, size: int) -> Tensor:
     """The same, uniform in [0, 1)."""
     return _draw(torch.rand, source, like, count, size)
 
 
-def _draw(function, source: Source, like: Tensor, count: int, size: int) -> Tensor:
+def _draw(function, source: NoiseSource, like: Tensor, count: int, size: int) -> Tensor:
     shape = like.shape[:-1]
     if isinstance(source, RowNoise):
         return source.draw(function, (count, *shape[1:], size)).movedim(0, 1)

@@ -28,7 +28,7 @@ from calm.heads import HEADS, Head, HeadConfig, VectorHead
 from calm.heads.base import FORWARD_AND_BACKWARD, masked_mean, xavier_init
 from calm.llama import LlamaConfig
 from calm.model import Calm, PlainCalmConfig
-from calm.noise import RowNoise, Source, draw_normal, draw_uniform
+from calm.noise import NoiseSource, RowNoise, draw_normal, draw_uniform
 from calm.paper.cost import cost_of
 from calm.scores.likelihood import mixture_cross_entropy
 from calm.scores.vocabulary import VocabularySubset
@@ -67,7 +67,7 @@ class GaussianMixtureHead(VectorHead):
         components = Independent(Normal(mean, log_std.clamp(-7, 7).exp()), 1)
         return MixtureSameFamily(Categorical(logits=logits[..., 0]), components)
 
-    def sample(self, hidden: Tensor, num_samples: int = 1, generator: Source = None) -> Tensor:
+    def sample(self, hidden: Tensor, num_samples: int = 1, generator: NoiseSource = None) -> Tensor:
         mixture = self.mixture(hidden)
         uniform = draw_uniform(generator, hidden, num_samples, 1)  # (N, ..., 1)
         chosen = (uniform > mixture.mixture_distribution.probs.cumsum(-1)).sum(-1).clamp(max=self.num_components - 1)
@@ -79,7 +79,7 @@ class GaussianMixtureHead(VectorHead):
         return (mean + std * draw_normal(generator, hidden, num_samples, self.latent_size)).to(hidden.dtype)
 
     def latent_loss(
-        self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: Source = None
+        self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: NoiseSource = None
     ) -> Tensor:
         """Negative log-likelihood of a posterior sample."""
         target = posterior.float().sample(draw_normal(generator, hidden, 1, self.latent_size)[0])

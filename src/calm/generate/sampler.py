@@ -100,7 +100,7 @@ class SamplingParams:
         method: Any = self.method or head.default_method(self.temperature != 1, truncated)
         if method not in head.methods:
             raise ConfigError(
-                f"the method {method!r} is not available for this model: {head.unavailable}; "
+                f"the method {method!r} is not available for this model: {head.unsupported_reason}; "
                 f"use {', '.join(head.methods)}"
             )
         if head.methods == ("mixture",) and self.method is None and self.num_candidates is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from calm.errors import ConfigError
-from calm.noise import Source, draw_uniform, pick
+from calm.noise import NoiseSource, draw_uniform, pick
 
 INTEGER_TOLERANCE = 1e-9  # a 1/T this close to an integer is that integer
 MIN_TEMPERATURE = 1e-9
@@ -94,7 +94,7 @@ def inverse(temperature: float) -> float:
 
 
 def sample_from_candidates(
-    candidates: Tensor | Candidates, inverse_temperature: float | Tensor, *, generator: Source = None
+    candidates: Tensor | Candidates, inverse_temperature: float | Tensor, *, generator: NoiseSource = None
 ) -> tuple[Tensor, SamplingStats]:
     """Algorithm 2: select one of the candidates of each row.
 
@@ -143,7 +143,7 @@ def sample_token_by_token(
     candidates: Tensor | Candidates,
     inverse_temperature: float | Tensor,
     *,
-    generator: Source = None,
+    generator: NoiseSource = None,
     refill: int = 0,
     fewest: int | Tensor = 0,
 ) -> tuple[Tensor, SamplingStats]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from calm.autoencoder import Autoencoder, Posterior
 from calm.errors import UserError
-from calm.noise import RowNoise, Source
+from calm.noise import NoiseSource, RowNoise
 from calm.scores.likelihood import mixture_cross_entropy
 from calm.scores.vocabulary import VocabularySubset, token_losses
 
@@ -73,7 +73,7 @@ class TokenProposals(Proposals):
 
     lazy = False
 
-    def __init__(self, head: Any, hidden: Tensor, num_samples: int, noise: Source):
+    def __init__(self, head: Any, hidden: Tensor, num_samples: int, noise: NoiseSource):
         self.head, self.hidden, self.num_samples, self.noise = head, hidden, num_samples, noise
 
     @abstractmethod
@@ -106,7 +106,7 @@ class Head(nn.Module, ABC):
     exact_likelihood: ClassVar[bool]  # whether it has token probabilities of its own
     vocabulary_loss: ClassVar[bool] = False  # whether its training loss sums over the vocabulary
     methods: ClassVar[tuple[str, ...]]  # sampling methods that it supports
-    unavailable: ClassVar[str] = ""  # why it does not support the others
+    unsupported_reason: ClassVar[str] = ""  # why it does not support the others
     fsdp_methods = ("loss", "propose", "cross_entropy")  # called from outside: they gather its parameters under FSDP
     autoencoder: Any
 
@@ -127,7 +127,7 @@ class Head(nn.Module, ABC):
         chunks: Tensor,
         *,
         mask: Tensor | None = None,
-        noise: Source = None,
+        noise: NoiseSource = None,
         vocabulary: VocabularySubset | None = None,
     ) -> Tensor:
         """Training loss, a mean over positions.
@@ -146,7 +146,7 @@ class Head(nn.Module, ABC):
         samples: Tensor,
         *,
         mask: Tensor | None = None,
-        noise: Source = None,
+        noise: NoiseSource = None,
         vocabulary: VocabularySubset | None = None,
     ) -> Tensor:
         """The same for M samples of the next chunk instead of one: ids (M, B, L, K)."""
@@ -154,7 +154,7 @@ class Head(nn.Module, ABC):
         return torch.stack(losses).mean()
 
     @abstractmethod
-    def propose(self, hidden: Tensor, num_samples: int, noise: Source = None) -> Proposals:
+    def propose(self, hidden: Tensor, num_samples: int, noise: NoiseSource = None) -> Proposals:
         """Independent draws of the next chunk for hidden states (..., H)."""
 
     @abstractmethod
@@ -210,12 +210,12 @@ class VectorHead(Head):
         self.latent_size = config.latent_size
 
     @abstractmethod
-    def sample(self, hidden: Tensor, num_samples: int = 1, generator: Source = None) -> Tensor:
+    def sample(self, hidden: Tensor, num_samples: int = 1, generator: NoiseSource = None) -> Tensor:
         """Samples of the next latent: (..., H) → (N, ..., Z)."""
 
     @abstractmethod
     def latent_loss(
-        self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: Source = None
+        self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: NoiseSource = None
     ) -> Tensor:
         """Loss of hidden states (..., H) against the posterior of the next latent (..., Z), a mean over positions."""
 
@@ -225,14 +225,14 @@ class VectorHead(Head):
         chunks: Tensor,
         *,
         mask: Tensor | None = None,
-        noise: Source = None,
+        noise: NoiseSource = None,
         vocabulary: VocabularySubset | None = None,
     ) -> Tensor:
         with torch.no_grad():
             posterior = self.autoencoder.encode(chunks)
         return self.latent_loss(hidden, posterior, mask, noise)
 
-    def propose(self, hidden: Tensor, num_samples: int, noise: Source = None) -> "LatentProposals":
+    def propose(self, hidden: Tensor, num_samples: int, noise: NoiseSource = None) -> "LatentProposals":
         return LatentProposals(self.autoencoder, self.sample(hidden, num_samples, noise))
 
     def cross_entropy(self, hidden: Tensor, chunks: Tensor, num_latents: int, noise: RowNoise) -> Tensor:

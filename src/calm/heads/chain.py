@@ -25,7 +25,7 @@ from calm.heads.base import (
     TokenProposals,
     count_parameters,
 )
-from calm.noise import RowNoise, Source, draw_uniform
+from calm.noise import NoiseSource, RowNoise, draw_uniform
 from calm.scores.vocabulary import VocabularySubset, sample_tokens, token_losses, vocabulary_cross_entropy
 
 INITIAL_STD = 0.02
@@ -53,7 +53,7 @@ class ChainHead(Head):
     exact_likelihood = True
     vocabulary_loss = True
     methods = ("token", "batch", "exact", "mixture")
-    unavailable = "the chain head has no noise to scale"
+    unsupported_reason = "the chain head has no noise to scale"
 
     def __init__(self, config: Any, autoencoder: Autoencoder):
         super().__init__(config, autoencoder)
@@ -117,7 +117,7 @@ class ChainHead(Head):
         chunks: Tensor,
         *,
         mask: Tensor | None = None,
-        noise: Source = None,
+        noise: NoiseSource = None,
         vocabulary: VocabularySubset | None = None,
     ) -> Tensor:
         """Cross-entropy per token."""
@@ -128,7 +128,7 @@ class ChainHead(Head):
         targets = chunks.flatten()
         return vocabulary_cross_entropy(states, self.vocabulary, targets, weights, vocabulary, self.project.forward)
 
-    def propose(self, hidden: Tensor, num_samples: int, noise: Source = None) -> "ChainProposals":
+    def propose(self, hidden: Tensor, num_samples: int, noise: NoiseSource = None) -> "ChainProposals":
         return ChainProposals(self, hidden, num_samples, noise)
 
     def cross_entropy(self, hidden: Tensor, chunks: Tensor, num_latents: int, noise: RowNoise) -> Tensor:

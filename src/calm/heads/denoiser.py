@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from calm.autoencoder import Autoencoder, Posterior, matmul_flops
 from calm.heads.base import FORWARD_AND_BACKWARD, NORM_EPS, HeadConfig, VectorHead, xavier_init, zero_init
-from calm.noise import Source, draw_normal
+from calm.noise import NoiseSource, draw_normal
 
 FREQUENCIES = 128
 LONGEST_PERIOD = 10_000.0
@@ -130,7 +130,7 @@ class DenoisingHead(VectorHead):
         """Calls of the denoiser per sample."""
         return 1
 
-    def draw_pairs(self, hidden: Tensor, posterior: Posterior, generator: Source) -> tuple[Tensor, Tensor]:
+    def draw_pairs(self, hidden: Tensor, posterior: Posterior, generator: NoiseSource) -> tuple[Tensor, Tensor]:
         """Targets and noise for N repeats of each position: (N, ..., Z) twice."""
         count = self.num_model_samples
         target = posterior.float().sample(draw_normal(generator, hidden, count, self.latent_size))

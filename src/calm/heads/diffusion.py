@@ -18,7 +18,7 @@ from calm.autoencoder import Autoencoder, Posterior
 from calm.errors import ConfigError
 from calm.heads.base import masked_mean
 from calm.heads.denoiser import TIMES, Denoiser, DenoisingConfig, DenoisingHead
-from calm.noise import Source, draw_normal, draw_uniform
+from calm.noise import NoiseSource, draw_normal, draw_uniform
 
 LARGEST_BETA = 0.999
 DEFAULT_STEPS = 100
@@ -111,7 +111,7 @@ class DiffusionHead(DenoisingHead):
         self,
         hidden: Tensor,
         num_samples: int = 1,
-        generator: Source = None,
+        generator: NoiseSource = None,
         noise: Tensor | None = None,
         num_steps: int | None = None,
     ) -> Tensor:
@@ -146,7 +146,7 @@ class DiffusionHead(DenoisingHead):
         return here.from_start * start + here.from_state * x, log_variance
 
     def latent_loss(
-        self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: Source = None
+        self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: NoiseSource = None
     ) -> Tensor:
         """Squared error of the noise, plus the variational bound (bits per dimension), which trains the variance."""
         target, noise = self.draw_pairs(hidden, posterior, generator)

@@ -24,7 +24,7 @@ from calm.heads.base import (
     xavier_init,
     zero_init,
 )
-from calm.noise import Source, draw_normal, draw_uniform
+from calm.noise import NoiseSource, draw_normal, draw_uniform
 from calm.scores.energy import check_energy, energy_loss, energy_loss_of_samples
 from calm.scores.vocabulary import VocabularySubset
 
@@ -96,7 +96,7 @@ class EnergyHead(VectorHead):
         zero_init(self.latent)
 
     def sample(
-        self, hidden: Tensor, num_samples: int = 1, generator: Source = None, noise: Tensor | None = None
+        self, hidden: Tensor, num_samples: int = 1, generator: NoiseSource = None, noise: Tensor | None = None
     ) -> Tensor:
         """Hidden states (..., H) → latents (N, ..., Z). Noise (N, ..., noise_size) in [-0.5, 0.5] may be given."""
         if noise is None:
@@ -108,7 +108,7 @@ class EnergyHead(VectorHead):
         return self.latent(F.silu(self.mix(self.norm(x))))
 
     def latent_loss(
-        self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: Source = None
+        self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: NoiseSource = None
     ) -> Tensor:
         """The energy loss, a mean over positions."""
         samples = self.sample(hidden, self.num_model_samples, generator)
@@ -127,7 +127,7 @@ class EnergyHead(VectorHead):
         samples: Tensor,
         *,
         mask: Tensor | None = None,
-        noise: Source = None,
+        noise: NoiseSource = None,
         vocabulary: VocabularySubset | None = None,
     ) -> Tensor:
         """The energy loss between the model's samples and one posterior sample of each target: M·N pairs share both."""

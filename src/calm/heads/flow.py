@@ -13,7 +13,7 @@ from calm.autoencoder import Autoencoder, Posterior
 from calm.errors import ConfigError
 from calm.heads.base import masked_mean
 from calm.heads.denoiser import TIMES, Denoiser, DenoisingConfig, DenoisingHead
-from calm.noise import Source, draw_normal, draw_uniform
+from calm.noise import NoiseSource, draw_normal, draw_uniform
 
 Sampler = Literal["euler", "midpoint"]
 DEFAULT_STEPS = {"euler": 20, "midpoint": 10}
@@ -50,7 +50,7 @@ class FlowHead(DenoisingHead):
         self,
         hidden: Tensor,
         num_samples: int = 1,
-        generator: Source = None,
+        generator: NoiseSource = None,
         noise: Tensor | None = None,
         num_steps: int | None = None,
         sampler: Sampler | None = None,
@@ -76,7 +76,7 @@ class FlowHead(DenoisingHead):
         return x.to(hidden.dtype)
 
     def latent_loss(
-        self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: Source = None
+        self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: NoiseSource = None
     ) -> Tensor:
         """Squared error of the velocity, a mean over positions and dimensions."""
         target, noise = self.draw_pairs(hidden, posterior, generator)

@@ -14,7 +14,7 @@ from torch import Tensor
 from calm.autoencoder import Autoencoder, Posterior
 from calm.heads.base import masked_mean
 from calm.heads.denoiser import Denoiser, DenoisingHead, sinusoids, time_embedding
-from calm.noise import Source, draw_normal, draw_uniform
+from calm.noise import NoiseSource, draw_normal, draw_uniform
 
 MEAN_LOGIT = -0.4  # of training times: slightly more of them near the data
 FLOW_SHARE = 0.75  # share of training spans of length 0
@@ -52,7 +52,7 @@ class MeanFlowHead(DenoisingHead):
         )
 
     def sample(
-        self, hidden: Tensor, num_samples: int = 1, generator: Source = None, noise: Tensor | None = None
+        self, hidden: Tensor, num_samples: int = 1, generator: NoiseSource = None, noise: Tensor | None = None
     ) -> Tensor:
         """Hidden states (..., H) → latents (N, ..., Z), in one call. Normal noise (N, ..., Z) may be given."""
         if noise is None:
@@ -62,7 +62,7 @@ class MeanFlowHead(DenoisingHead):
         return (noise - velocity).to(hidden.dtype)
 
     def latent_loss(
-        self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: Source = None
+        self, hidden: Tensor, posterior: Posterior, mask: Tensor | None = None, generator: NoiseSource = None
     ) -> Tensor:
         """Adaptively weighted squared error of the mean velocity, a mean over positions."""
         target, noise = self.draw_pairs(hidden, posterior, generator)
@@ -76,7 +76,7 @@ class MeanFlowHead(DenoisingHead):
         weighted = errors * (errors.detach() + ADAPTIVE_EPS).rsqrt()
         return masked_mean(weighted.mean(0), mask)
 
-    def _spans(self, hidden: Tensor, generator: Source) -> Tensor:
+    def _spans(self, hidden: Tensor, generator: NoiseSource) -> Tensor:
         """Start and end of training spans (N, ..., 2): two logit-normal times, three quarters of them equal."""
         times = torch.sigmoid(draw_normal(generator, hidden, self.num_model_samples, 2) + MEAN_LOGIT).sort(-1).values
         no_length = draw_uniform(generator, hidden, self.num_model_samples, 1) < FLOW_SHARE

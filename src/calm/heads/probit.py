@@ -24,7 +24,7 @@ from torch import Tensor
 from calm.autoencoder import Autoencoder, matmul_flops
 from calm.heads.base import HeadCost, Proposals, mixture_bound
 from calm.heads.chain import ChainConfig, ChainHead
-from calm.noise import RowNoise, Source, draw_normal
+from calm.noise import NoiseSource, RowNoise, draw_normal
 
 GUMBEL_STD = math.pi / math.sqrt(6)
 SHARPNESS = 4.0  # of the attention: the logit of the token that a state decodes to exceeds the others by one or two
@@ -76,7 +76,7 @@ class ProbitHead(ChainHead):
             self._fitted = version, whitening_noise(some, self.noise_scale * GUMBEL_STD)
         return self._fitted[1]
 
-    def draw_noise(self, hidden: Tensor, num_samples: int, noise: Source = None) -> Tensor:
+    def draw_noise(self, hidden: Tensor, num_samples: int, noise: NoiseSource = None) -> Tensor:
         """Standard normal noise for hidden states (..., H): (N, ..., K, d)."""
         drawn = draw_normal(noise, hidden, num_samples, self.chunk_size * self.token_size)
         return drawn.unflatten(-1, (self.chunk_size, self.token_size))
@@ -103,7 +103,7 @@ class ProbitHead(ChainHead):
         """The most probable token of each state: (..., d) → (...)."""
         return self.autoencoder.nearest(states.flatten(0, -2), self.vocabulary).view(states.shape[:-1])
 
-    def propose(self, hidden: Tensor, num_samples: int, noise: Source = None) -> "ProbitProposals":  # pyright: ignore[reportIncompatibleMethodOverride]
+    def propose(self, hidden: Tensor, num_samples: int, noise: NoiseSource = None) -> "ProbitProposals":  # pyright: ignore[reportIncompatibleMethodOverride]
         return ProbitProposals(self, *self.sample(hidden, self.draw_noise(hidden, num_samples, noise)))
 
     def cross_entropy(self, hidden: Tensor, chunks: Tensor, num_latents: int, noise: RowNoise) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from calm.autoencoder import matmul_flops
 from calm.heads.base import FORWARD_AND_BACKWARD, Head, HeadCost, TokenProposals, count_parameters
-from calm.noise import RowNoise, Source, draw_uniform, pick
+from calm.noise import NoiseSource, RowNoise, draw_uniform, pick
 from calm.scores.vocabulary import Projection, VocabularySubset, token_losses, vocabulary_cross_entropy
 
 
@@ -30,7 +30,7 @@ class SoftmaxHead(Head):
     exact_likelihood = True
     vocabulary_loss = True
     methods = ("mixture",)
-    unavailable = "it has token probabilities, and a temperature needs no candidates"
+    unsupported_reason = "it has token probabilities, and a temperature needs no candidates"
     lm_head: nn.Linear
     project: nn.Module
     matmul: Projection
@@ -50,7 +50,7 @@ class SoftmaxHead(Head):
         chunks: Tensor,
         *,
         mask: Tensor | None = None,
-        noise: Source = None,
+        noise: NoiseSource = None,
         vocabulary: VocabularySubset | None = None,
     ) -> Tensor:
         """Cross-entropy per token."""
@@ -59,7 +59,7 @@ class SoftmaxHead(Head):
         states, targets = hidden.flatten(0, -2), chunks.flatten()
         return vocabulary_cross_entropy(states, self.lm_head.weight, targets, weights, vocabulary, self.matmul)
 
-    def propose(self, hidden: Tensor, num_samples: int, noise: Source = None) -> "SoftmaxProposals":
+    def propose(self, hidden: Tensor, num_samples: int, noise: NoiseSource = None) -> "SoftmaxProposals":
         return SoftmaxProposals(self, hidden, num_samples, noise)
 
     def cross_entropy(self, hidden: Tensor, chunks: Tensor, num_latents: int, noise: RowNoise) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from calm.errors import ConfigError
-from calm.noise import Source, draw_normal
+from calm.noise import NoiseSource, draw_normal
 
 if TYPE_CHECKING:  # the autoencoder is built on scores
     from calm.autoencoder import Posterior
@@ -62,7 +62,7 @@ def energy_loss(
     alpha: float = 1.0,
     num_target_samples: int | None = None,
     target_noise: Tensor | None = None,
-    generator: Source = None,
+    generator: NoiseSource = None,
 ) -> Tensor:
     """The energy loss at each position.
 
@@ -104,7 +104,7 @@ def energy_terms(
     alpha: float = 1.0,
     num_target_samples: int | None = None,
     target_noise: Tensor | None = None,
-    generator: Source = None,
+    generator: NoiseSource = None,
 ) -> tuple[Tensor, Tensor]:
     """Fidelity 2·E|x - z|^α and diversity E|x - x'|^α, whose difference is the loss: (...) and (...)."""
     check_energy(alpha, len(samples))
