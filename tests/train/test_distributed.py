@@ -86,10 +86,11 @@ def test_batch_size_that_is_not_a_multiple_of_the_processes(recipe, tmp_path):
     [
         ("language_model", 3, [], 1e-5),
         ("language_model", 2, ["train.precision=bf16"], 2e-2),  # gathered in bf16, which has three digits
+        ("language_model", 3, ["train.precision=bf16"], 2e-2),
         ("transformer", 2, [], 1e-5),
         ("recipe", 4, ["train.shard_size=2"], 1e-5),
     ],
-    ids=["language model", "bf16", "transformer", "HSDP with 2 x 2 processes"],
+    ids=["language model", "bf16", "bf16 with three", "transformer", "HSDP with 2 x 2 processes"],
 )
 def test_losses_do_not_depend_on_the_number_of_processes(fixture, processes, overrides, tolerance, request, tmp_path):
     recipe = request.getfixturevalue(fixture)
