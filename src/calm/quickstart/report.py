@@ -1,8 +1,10 @@
 """The report of a quickstart: one self-contained HTML file."""
 
+import sys
 from html import escape
 from pathlib import Path
 from shlex import quote
+from shutil import which
 from typing import Any
 
 from calm.config import CONFIG_FILE, load_config
@@ -77,10 +79,13 @@ def next_commands(output: Path) -> str:
     model, baseline, data = (
         quote(str(path)) for path in (model_of(output, "calm"), model_of(output, "transformer"), output / "data")
     )
+    config = quote(str(output / "runs" / "calm" / CONFIG_FILE))
+    called = Path(sys.argv[0])  # as by `make demo`, whose environment is not activated
+    calm = quote(str(called)) if called.name == "calm" and which("calm") is None else "calm"
     return (
-        f"calm generate {model} 'And it came to pass' --temperature 0.5 --show-chunks\n"
-        f"calm evaluate {model} {baseline} --data {data} --split test --samples 16\n"
-        f"calm train {quote(str(output / 'runs' / 'calm' / CONFIG_FILE))} --set train.steps=5000 --output runs/longer\n"
+        f"{calm} generate {model} 'And it came to pass' --temperature 0.5 --show-chunks\n"
+        f"{calm} evaluate {model} {baseline} --data {data} --split test --samples 16\n"
+        f"{calm} train {config} --set train.steps=5000 --output runs/longer\n"
     )
 
 
