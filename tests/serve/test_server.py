@@ -152,7 +152,7 @@ def test_temperature_zero_is_greedy(server, generators):
     texts = [
         server.text(temperature=0, method="mixture", num_candidates=500, seed=seed, max_tokens=2) for seed in (1, 2)
     ]
-    assert texts[0] == texts[1]  # of the mean of so many softmaxes
+    assert texts[0] == texts[1]  # of the mean of 500 softmaxes
     for method in ("token", "batch", "noise"):
         assert server.post(temperature=0, method=method, seed=1).status_code == 200
 

@@ -17,9 +17,9 @@ from calm.checkpoint import load_calm, load_transformer
 from calm.config import load_config
 from calm.data.loader import Batch
 from calm.errors import ConfigError, DataError, UserError
-from calm.evaluate import health
 from calm.evaluate.health import evaluate_predictions, evaluate_transformer
 from calm.llama import LlamaConfig
+from calm.scores import vocabulary
 from calm.train.loop import train
 from calm.transformer import Transformer
 from tests.train.conftest import BACKBONE, metrics, run
@@ -318,8 +318,8 @@ def test_transformer_metrics_are_exact():
     assert found["cross_entropy"] == pytest.approx(nats / count, rel=1e-5)
     assert found["brier_1"] == pytest.approx(100 * brier / count, rel=1e-4)
     with (
-        patch.object(health, "LOGITS", 11 * 2 * tokens.shape[1]),
+        patch.object(vocabulary, "SLICE_ELEMENTS", 11 * 2 * tokens.shape[1]),
         patch.object(model, "logits", wraps=model.logits) as logits,
     ):
         assert evaluate_transformer(model, [batch]) == pytest.approx(found)
-    assert [call.args[0].shape[0] for call in logits.call_args_list] == [2, 2]  # only so many logits are held at once
+    assert [call.args[0].shape[0] for call in logits.call_args_list] == [2, 2]  # logits of two rows are held at once

@@ -31,8 +31,8 @@ def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
     generating: dict[str, Callable[[], object]] = {HUGGING_FACE: transformer(as_transformers(models[BASELINE]), ids)}
     stepping: dict[str, Callable[[], object]] = {}
     for kind, model in models.items():
-        for temperature in TEMPERATURES:
-            generating[f"{kind}, {temperature}"] = generation(model, ids, TEMPERATURES[temperature])
+        for name, temperature in TEMPERATURES.items():
+            generating[f"{kind}, {name}"] = generation(model, ids, temperature)
         if kind != BASELINE:
             stepping[f"{kind}: steps"] = steps(model, ids, rounds)
             stepping[f"{kind}: reading"] = reading(model)
@@ -45,10 +45,12 @@ def measure(size: str, rounds: int, machine: Machine) -> Iterator[Row]:
         if name == HUGGING_FACE:
             continue
         yield row(f"{name}: speedup over LlamaForCausalLM.generate", ratios(times[HUGGING_FACE], times[name]), "")
-        own = times[f"{BASELINE}, {name.rpartition(', ')[2]}"]  # at the same temperature
         if not name.startswith(BASELINE):
+            own = times[f"{BASELINE}, {name.rpartition(', ')[2]}"]  # at the same temperature
             yield row(f"{name}: speedup over the Transformer in this engine", ratios(own, times[name]), "")
-    for kind in [kind for kind in models if kind != BASELINE]:
+    for kind in models:
+        if kind == BASELINE:
+            continue
         step_times, read_times = times[f"{kind}: steps"], times[f"{kind}: reading"]
         yield row(f"{kind}, T = 1: time per step", [1e3 * seconds / STEPS for seconds in step_times], "ms")
         yield row(f"{kind}, T = 1: weight read time", [1e3 * seconds / STEPS for seconds in read_times], "ms")

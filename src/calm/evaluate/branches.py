@@ -66,7 +66,7 @@ class Branches:
         states = self.backbone(
             self._padded(embeddings), self._padded(self.position), visible[:, None], cache=self.cache
         )
-        if count is not None:
+        if len(set(self.counts)) == 1:  # nothing is padded
             self.visible = visible.flatten(0, 1)
             return states.flatten(0, 1)
         valid = self._padded(torch.ones_like(self.row, dtype=torch.bool))  # (B, M)

@@ -27,11 +27,10 @@ from calm.model import Calm
 from calm.noise import RowNoise
 from calm.scores.brier import MAX_NGRAM, brier_lm, brier_of_samples, pairs
 from calm.scores.energy import energy_terms
+from calm.scores.vocabulary import rows_at_once
 from calm.seeds import row_seeds
 
 NUM_SAMPLES = 4
-LOGITS = 2**24  # of a Transformer, held at once on a CPU, or those of one row
-GPU_LOGITS = 2**28
 
 
 @contextmanager
@@ -121,8 +120,7 @@ def evaluate_transformer(
     with evaluating(model):
         for batch in batches:
             whole = on_device(batch, model.device)
-            at_once = LOGITS if model.device.type == "cpu" else GPU_LOGITS
-            rows = max(1, at_once // (whole[0].shape[1] * model.vocab_size))
+            rows = rows_at_once(whole[0].shape[1] * model.vocab_size, model.device)  # a row is computed whole
             for tokens, mask in zip(*(part.split(rows) for part in whole), strict=True):
                 log_probs = model.logits(tokens[:, :-1]).float().log_softmax(-1)  # (B, T-1, V)
                 chosen = log_probs.gather(-1, tokens[:, 1:, None])[..., 0]

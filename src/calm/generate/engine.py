@@ -23,8 +23,7 @@ from calm.generate.sampler import SampleOutput, SamplingParams, sample_chunks
 from calm.llama import check_positions
 from calm.model import Batch, LanguageModel
 from calm.noise import RowNoise
-
-LOG_PROB_ELEMENTS = 2**24  # log-probabilities held at once
+from calm.scores.vocabulary import rows_at_once
 
 
 def prepare_inference(model: nn.Module, int8: bool = False) -> None:
@@ -240,7 +239,7 @@ class Engine:
         result: list[TokenLogProb | None] = [None] * size
         if len(chunks) > 1:
             hidden = self.model.backbone(self.model.embed(chunks[None, :-1]))[0]  # (L - 1, H)
-            rows = max(1, LOG_PROB_ELEMENTS // self.model.vocab_size)
+            rows = rows_at_once(self.model.vocab_size, hidden.device)
             for states, targets in zip(hidden.split(rows), chunks[1:].split(rows), strict=True):
                 result += self._token_log_probs(states, targets, num_top)
         front, dropped = prompt.numel() - len(read), len(sequence.prompt) - len(read)

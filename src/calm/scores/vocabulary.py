@@ -141,8 +141,12 @@ def _sliced_logits(
         yield here, project(states[here], vocabulary).float()
 
 
+def rows_at_once(vocab_size: int, device: torch.device) -> int:
+    """The number of rows of this many logits, usually a vocabulary, that are held at once."""
+    return max(1, (SLICE_ELEMENTS if device.type == "cpu" else GPU_ELEMENTS) // vocab_size)
+
+
 def _slices(length: int, vocabulary: Tensor) -> Iterator[slice]:
-    elements = SLICE_ELEMENTS if vocabulary.device.type == "cpu" else GPU_ELEMENTS
-    rows = max(1, elements // len(vocabulary))
+    rows = rows_at_once(len(vocabulary), vocabulary.device)
     for start in range(0, length, rows):
         yield slice(start, start + rows)

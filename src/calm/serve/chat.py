@@ -63,7 +63,7 @@ class ChatCompletionRequest(GenerationRequest):
         "stream.",
     )
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = Field(
-        None, description="With logprobs: also those of so many of the most probable tokens."
+        None, description="With logprobs: also those of this many of the most probable tokens."
     )
 
     @property

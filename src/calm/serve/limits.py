@@ -80,10 +80,8 @@ def has_too_many_collections(body: bytes) -> bool:
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, without the port."""
-    name = (
-        host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
-    )  # [::1]:8000 or localhost:8000
+    """The name in a Host header such as localhost:8000 or [::1]:8000, without the port."""
+    name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
     return name.lower()
 
 

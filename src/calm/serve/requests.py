@@ -151,8 +151,8 @@ class CompletionRequest(GenerationRequest):
     echo: StrictBool | None = Field(None, description="Whether to prepend the prompt to the completion.")
     logprobs: Annotated[int, Field(strict=True, ge=0, le=5)] | None = Field(
         None,
-        description="Return the log-probabilities of the tokens (with echo also of the prompt's) and of so many of the "
-        "most probable ones. Only for models with token probabilities, and without stream.",
+        description="Return the log-probabilities of the tokens (with echo also of the prompt's) and of this many of "
+        "the most probable ones. Only for models with token probabilities, and without stream.",
     )
     best_of: StrictInt | None = Field(None, description="Not supported, except for 1.")
     suffix: String | None = Field(None, description="Not supported, except for an empty string.")

@@ -44,7 +44,7 @@ class SequenceState:
     detokenizer: Detokenizer
     deadline: float  # time.monotonic()
     outputs: "asyncio.Queue[tuple[SequenceState, SequenceOutput]]"  # shared by all sequences of a request
-    num_log_probs: int | None = None  # log-probabilities of so many tokens per position; None: not requested
+    num_log_probs: int | None = None  # number of most probable tokens per position; None: not requested
     prompt_only: bool = False  # nothing is added to the prompt
     arrival_time: float = field(default_factory=time.monotonic)
     aborted: bool = False

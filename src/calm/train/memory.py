@@ -46,20 +46,20 @@ def gpu_training_memory(model: Any, config: RunConfig, rows: float, processes: i
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     shard_size = min(config.train.shard_size or processes, processes)
     number = BYTES if config.train.precision == "fp32" else 2
-    gathered = 0
+    copies = 0
     if processes > 1:
         sizes = {False: [0], True: [0]}
         for unit, reshard in model.fsdp_units():
             sizes[reshard].append(sum(p.numel() for p in unit.parameters()))
         root = trained - sum(map(sum, sizes.values()))
-        gathered = number * (3 * max(sizes[True]) + 2 * (sum(sizes[False]) + root))
-        gathered += BYTES * max(root, *sizes[True], *sizes[False])
+        copies = number * (3 * max(sizes[True]) + 2 * (sum(sizes[False]) + root))
+        copies += BYTES * max(root, *sizes[True], *sizes[False])
     elif number == 2 and not config.train.gradient_checkpointing:
-        gathered = number * trained
+        copies = number * trained
     states = BYTES * (4 * trained / shard_size + frozen)
     if processes > 1 and config.train.accumulation > 1:
         states += BYTES * trained  # gradients are summed before they are reduced
-    return states + gathered + OVERHEAD * number * rows * _kept(model, config) + LOGITS + CUDA
+    return states + copies + OVERHEAD * number * rows * _kept(model, config) + LOGITS + CUDA
 
 
 def training_memory(model: nn.Module, config: RunConfig, rows: float, processes: int = 1) -> float:
